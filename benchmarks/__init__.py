@@ -1,1 +1,1 @@
-"""Time, memory and error of linear + cross-entropy, ours and everybody else's: `python -m benchmarks`."""
+"""Time, memory and error of linear + cross-entropy, of this package and of others: `python -m benchmarks`."""

@@ -1,4 +1,6 @@
-"""`python -m benchmarks`: every provider at every shape in every mode; a table, and a CSV written after each shape."""
+"""`python -m benchmarks`: every provider at every shape in every mode. Prints a table, and writes a CSV after each
+shape.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-STARTED = "FLCE_BENCHMARK_STARTED"  # kept over a restart, so that the budget is the whole run's
-GRACE_S = 60  # past the budget, a run that hangs in someone's kernel is ended
+STARTED = "FLCE_BENCHMARK_STARTED"  # kept over a restart, because the budget is for the whole run
+GRACE_S = 60  # seconds after the budget at which a run is ended that hangs in a provider's kernel
 
 
 def shares(text: str) -> list[float]:
@@ -52,7 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default=None, help="cuda, or cpu at toy size")
     parser.add_argument("--seed", type=int, default=None, help="of the data; fresh when not given")
     parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--resume-after", type=int, default=None, help=argparse.SUPPRESS)  # units done before a restart
+    # units finished before a restart
+    parser.add_argument("--resume-after", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.data and (options.shapes or options.prior):
         parser.error("--data has its own shape and prior: leave out --shapes and --prior")
@@ -143,13 +146,14 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def _restart_without(provider: str, done: int, started: float, argv: list[str], options: argparse.Namespace) -> None:
-    """After an illegal memory access nothing runs in this process any more: go on in a fresh one, from this very shape,
-    without the provider that did it."""
+    """Restarts in a new process, at this shape and without this provider: after an illegal memory access nothing runs
+    any more in this process.
+    """
     print(f"{provider} left the GPU unusable: going on without it in a fresh process", flush=True)
     without = ",".join(filter(None, (options.without, provider)))
     arguments = [*argv, "--without", without, "--resume-after", str(done)]
     os.environ[STARTED] = str(started)
-    os.closerange(3, 4096)  # the driver's files too: with them goes this process's hold on the GPU's memory
+    os.closerange(3, 4096)  # closes the driver's files, too, which releases the GPU memory of this process
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *arguments])
 
 

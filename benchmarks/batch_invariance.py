@@ -1,10 +1,11 @@
 """python -m benchmarks.batch_invariance: how many numbers of a token change with the other tokens of its call.
 
-A pool of tokens is computed in one call. Then calls of some of these tokens differ in what must not matter: how many
-there are, where they stand, the workspace, what is retained, whether gradients are wanted, which of the others are
-ignored and what their labels are. What is counted are numbers whose bits are not those of the first call.
+A pool of tokens is computed in one call. Further calls compute some of these tokens and differ in what must not matter:
+the number of tokens, their places, the workspace, the bytes of saved logits, whether gradients are wanted, which other
+tokens are ignored, and the labels of the others. The benchmark counts numbers whose bits differ from those of the first
+call.
 
-A process for each shape, dtype and function, as most of their time is compilation.
+Each shape, dtype and function has its own process, because most of the time is compilation.
 
     python -m benchmarks.batch_invariance                  # 10^7 tokens and more on a GPU -> batch_invariance.csv
     python -m benchmarks.batch_invariance --device cpu     # fewer
@@ -31,6 +32,7 @@ from torch import Tensor
 import flce_ops
 from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS
 
+from .modes import KINDS
 from .report import Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
 
@@ -39,8 +41,7 @@ from .shapes import Shape, parse_shapes
 IGNORED = -100
 METRICS = ("entropy", "lse", "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
 TOPK = 4
-KINDS = ("forward", "reverse", "jsd")
-# the pool, dtype, and calls of about as many tokens
+# the pool, the dtype, and the number of tokens of a large call
 PROBLEMS = {
     "cuda": (
         ("4096x4096x128256", torch.bfloat16, 2),
@@ -94,7 +95,7 @@ def draw_pool(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
     )
 
 
-# ---------------------------------------------------------------- what is asked of a token
+# ---------------------------------------------------------------- results of a token
 
 Results = dict[str, Tensor]  # (N,) or (N, K) by name
 
@@ -127,7 +128,7 @@ def metrics_of_a_mean(pool: Pool) -> Results:
 
 
 def entropies_of_one_pass(pool: Pool) -> Results:
-    """Their pass has other sums than that without gradients."""
+    """The one-pass kernels have other sums than a forward without gradients."""
     with torch.enable_grad():
         call = pool.wanting_gradients()
         _, metrics = flce_ops.linear_cross_entropy(call.input, call.linear_weight, call.target, return_metrics=METRICS)
@@ -167,12 +168,12 @@ ASKED = (
 
 @dataclass
 class Calling:
-    """One way to ask for the numbers of some tokens."""
+    """One way to compute the numbers of some tokens."""
 
     name: str
-    tokens: Tensor  # of the pool, in the order of the call
-    judged: Tensor | None = None  # places in the call whose numbers are compared; all where None
-    target: Tensor | None = None  # of the call, where it is not the pool's
+    tokens: Tensor  # indices into the pool, in the order of the call
+    judged: Tensor | None = None  # places in the call whose numbers are compared; None: all
+    target: Tensor | None = None  # targets of the call, if they differ from the pool's
     workspace: int | None = None
     retained: int | None = None
     gradients: bool = False
@@ -190,12 +191,14 @@ class Calling:
 
 
 def fewest_tokens(pool: Pool) -> int:
-    """A CPU's BLAS has another order for fewer rows of float32 and float64: flce_ops/aten/chunks.py."""
+    """A CPU's BLAS sums float32 and float64 in another order if there are fewer rows: flce_ops/aten/chunks.py."""
     return ROWS_OF_EQUAL_BITS if pool.input.device.type == "cpu" and pool.input.dtype.itemsize >= 4 else 1
 
 
 def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
-    """Sizes of every residue modulo 16, once small, then `large` times up to all of the pool; then the others."""
+    """Yields sizes of every residue modulo 16, first small ones, then `large` ones up to the whole pool; then the other
+    ways.
+    """
     device, most, classes = pool.input.device, pool.input.shape[0], pool.linear_weight.shape[0]
     draw, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
 
@@ -234,8 +237,8 @@ def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
 
 
 class Found(NamedTuple):
-    tokens: int  # drawn, over all calls
-    values: int  # numbers compared
+    tokens: int  # over all calls
+    values: int  # numbers that were compared
     differ: int
 
 
@@ -245,7 +248,7 @@ def bits(values: Tensor) -> Tensor:
 
 
 def walk(pool: Pool, ways: Iterator[Calling], asked: Sequence[Callable[[Pool], Results]] = ASKED) -> dict:
-    """Found by (calling, number)."""
+    """The findings, by (calling, name of the number)."""
     most = pool.input.shape[0]
     whole = Calling("", torch.arange(most, device=pool.input.device))
     first = {function: whole.run(pool, function) for function in asked}
@@ -268,18 +271,18 @@ def walk(pool: Pool, ways: Iterator[Calling], asked: Sequence[Callable[[Pool], R
 
 @dataclass
 class InvarianceRow(Environment):
-    N: int  # of the pool
+    N: int  # tokens of the pool
     D: int
     V: int
     dtype: str
-    calling: str  # what the calls differ in
+    calling: str  # in what the calls differ
     number: str
     tokens: int
     values: int
     differ: int
 
 
-Task = tuple[int, int]  # which of a device's problems, which of ASKED
+Task = tuple[int, int]  # index of one of a device's problems, index into ASKED
 
 
 def rows_of(task: Task, device: torch.device, seed: int, here: Environment) -> list[InvarianceRow]:
@@ -295,7 +298,7 @@ FIELDS = [name for name in InvarianceRow.__dataclass_fields__ if name not in Env
 
 
 def drawn_tokens(rows: Sequence[InvarianceRow]) -> int:
-    """Each token once, whatever was asked of it."""
+    """The number of tokens drawn, each counted once for all functions."""
     once = {(row.N, row.D, row.V, row.dtype, row.calling): row.tokens for row in rows}
     return sum(once.values())
 

@@ -1,6 +1,6 @@
-"""Keeps the GPU busy for a given time, while the host goes on.
+"""Keeps the GPU busy for a given time, while the host continues.
 
-One program reads the GPU's clock of nanoseconds until the time is over:
+One program reads the GPU's nanosecond clock until the time is over:
 
     start = clock()
     repeat  now = clock()  until now - start >= duration
@@ -16,7 +16,7 @@ def clock():
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["nanoseconds"])  # one program for all durations
+@triton.jit(do_not_specialize=["nanoseconds"])  # one compiled kernel for all durations
 def wait_kernel(end_ptr, nanoseconds):
     start = clock()
     now = start
@@ -26,5 +26,5 @@ def wait_kernel(end_ptr, nanoseconds):
 
 
 def keep_busy(ms: float) -> None:
-    """The current stream's next work begins after `ms` milliseconds; does not wait for it."""
+    """Delays the next work of the current stream by `ms` milliseconds, without waiting."""
     wait_kernel[(1,)](torch.empty((), dtype=torch.int64, device="cuda"), round(1e6 * ms), num_warps=1)

@@ -1,6 +1,6 @@
-"""Steps of Transformers and of TRL's trainers on one batch, and the heads that they can be given: for clients.py.
+"""Training steps of Transformers and of TRL's trainers on one batch, and the heads that they can use: for clients.py.
 
-The models are Qwen3-1.7B's layers with random weights; AdamW's learning rate is 0, so that a step can be repeated.
+The models have Qwen3-1.7B's layers with random weights. AdamW's learning rate is 0, so that a step can be repeated.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from .data import IGNORE_INDEX
 
 # B sequences of T tokens, N = B T, D hidden, V vocabulary
 
-RETAINED = 3 * 2**30  # bytes; by default twice the workspace, 1 GiB
+RETAINED = 3 * 2**30  # bytes for saved logits; the default is twice the workspace, 1 GiB
 OWN, OURS, RETAINING, LIGER = "own", "flce_ops", "flce_ops_retaining", "liger"
 TRAINERS = {  # loss: (trainer, its options)
     "SFT nll": ("SFT", {}),
@@ -32,7 +32,7 @@ TRAINERS = {  # loss: (trainer, its options)
 
 
 class Given(nn.Module):
-    """A trunk that was run: the same hidden states (B, T, D) at every call."""
+    """A trunk whose result is given: it returns the same hidden states (B, T, D) in every call."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Given(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.hidden)
 
     def get_input_embeddings(self) -> None:
-        """Transformers finds no output embeddings where this is not there."""
+        """Without this method, Transformers finds no output embeddings."""
 
 
 @dataclass
@@ -53,8 +53,9 @@ class Client:
     loss_and_backward: Callable[[], Tensor]
     optimizer: torch.optim.Optimizer
     providers: dict[str, Callable[[], contextlib.AbstractContextManager]]
-    dense: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # heads that make all logits
-    reference: Any = None  # a second model, where the loss asks for one
+    # context in which heads compute all logits
+    dense: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    reference: Any = None  # a second model, if the loss needs one
 
     def step(self) -> None:
         self.loss_and_backward()
@@ -67,7 +68,7 @@ class Client:
 
     @contextlib.contextmanager
     def given(self, hidden: Tensor, reference_hidden: Tensor, weight: Tensor) -> Iterator[None]:
-        """What the trunks make, (B, T, D), and the weight of the heads, (V, D)."""
+        """The hidden states of both trunks, (B, T, D), and the weight of the heads, (V, D)."""
         models = [self.model] if self.reference is None else [self.model, self.reference]
         kept = [(model.model, model.lm_head.weight) for model in models]
         for model, states in zip(models, (hidden.requires_grad_(), reference_hidden)):
@@ -77,7 +78,7 @@ class Client:
             model.model, model.lm_head.weight = trunk, own_weight
 
     def gradients(self) -> list[Tensor]:
-        """Of a given trunk: loss, those of hidden states and weight."""
+        """The loss, and the gradients of hidden states and weight, for given trunks."""
         loss = self.head()
         return [loss.detach().double(), self.model.model.hidden.grad, self.model.lm_head.weight.grad]
 
@@ -125,7 +126,7 @@ def transformers_client(options: argparse.Namespace, dtype: torch.dtype, labels:
 
 @contextlib.contextmanager
 def liger(model: Any) -> Iterator[None]:
-    """Its fused head, and nothing else of it."""
+    """Liger's fused head, without its other kernels."""
     from liger_kernel.transformers.model.qwen3 import lce_forward
 
     model.forward = MethodType(lce_forward, model)
@@ -139,7 +140,7 @@ def liger(model: Any) -> Iterator[None]:
 
 
 def trl_client(loss: str, options: argparse.Namespace, dtype: torch.dtype, labels: Tensor) -> Client:
-    """A trainer as it comes (bfloat16 by autocast, gradient checkpointing), fed with one batch."""
+    """A trainer with its defaults (bfloat16 by autocast, gradient checkpointing), which gets one batch."""
     import trl
     from datasets import Dataset
 
@@ -165,7 +166,7 @@ def trl_client(loss: str, options: argparse.Namespace, dtype: torch.dtype, label
         **extra,
     )
     inputs, count = batch_of(kind, labels)
-    trainer._prepare_inputs = lambda given: given  # GRPO's would sample
+    trainer._prepare_inputs = lambda given: given  # GRPO's own would sample
     prepared = trainer.accelerator.prepare(trainer.model)
     trainer.current_gradient_accumulation_steps = 1
 
@@ -173,6 +174,8 @@ def trl_client(loss: str, options: argparse.Namespace, dtype: torch.dtype, label
         return trainer.training_step(prepared, dict(inputs), count)
 
     providers = {OWN: contextlib.nullcontext, OURS: patched, RETAINING: retaining}
+    if loss == "SFT nll":  # makes its gradients in forward
+        del providers[RETAINING]
     return Client(
         model, loss_and_backward, trainer.create_optimizer(), providers, dense_log_probs, extra.get("ref_model")
     )
@@ -186,7 +189,7 @@ def retaining() -> Iterator[None]:
         yield
 
 
-TEXTS = {  # what a trainer is made with
+TEXTS = {  # what a trainer is constructed with
     "SFT": {"text": ["w w w"] * 4},
     "DPO": {"prompt": ["w w"] * 4, "chosen": ["w"] * 4, "rejected": ["w w"] * 4},
     "GRPO": {"prompt": ["w w"] * 8},
@@ -198,7 +201,7 @@ def no_reward(completions: list, **_: Any) -> list[float]:
 
 
 def batch_of(kind: str, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What the trainer's collator makes, and the number of its tokens. A quarter of a sequence is the prompt."""
+    """The output of the trainer's collator, and its number of tokens. A quarter of a sequence is the prompt."""
     tokens, everywhere = labels.clamp(min=0), torch.ones_like(labels)
     count = (labels[:, 1:] != IGNORE_INDEX).sum()
     if kind == "SFT":
@@ -229,7 +232,7 @@ def make_tokenizer() -> Any:
 
 @contextlib.contextmanager
 def dense_log_probs() -> Iterator[None]:
-    """TRL's head as the formula, in the dtype of its operands."""
+    """TRL's head as a formula, in the dtype of its operands."""
     from trl.trainer import utils
 
     def apply(hidden: Tensor, weight: Tensor, _: None, targets: Tensor, *__: Any) -> tuple[Tensor | None, ...]:

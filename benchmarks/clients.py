@@ -1,13 +1,15 @@
-"""python -m benchmarks.clients: training steps of TRL and of Transformers with their own heads, and with ours.
+"""python -m benchmarks.clients: training steps of TRL and of Transformers, with their own heads and with this
+package's.
 
 client_steps.py has the clients, their models and their batch.
 
-    step    what a user waits for: forward, backward, optimizer; peak_MiB over parameters and the optimizer's state
+    step    what a user waits for: forward, backward, optimizer; peak_MiB beyond parameters and the optimizer's state
     head    the same call with the trunk's hidden states given: forward and backward of the head and the loss
-            err_...: of the loss and of the gradients of hidden states and weight, relative to dense float32's
+            err_...: errors of the loss and of the gradients of hidden states and weight, relative to dense float32
 
 A row is one loss and one provider. `own` is the client's default head: TRL's Triton kernels, Transformers' logits.
-`flce_ops_retaining` keeps all logits for backward, RETAINED bytes at most: a matter of losses per token, TRL's.
+`flce_ops_retaining` keeps all logits for backward, RETAINED bytes at most: a matter of losses per token, TRL's but for
+SFT's nll.
 `equal` says that no error of the row is above TOLERANCE, nor above SLACK times that of the client's own head.
 """
 
@@ -37,7 +39,7 @@ from .timing import time_steps
 
 # B sequences of T tokens, N = B T, D hidden, V vocabulary
 
-TOLERANCE, SLACK = 2e-2, 1.25  # relative, of bfloat16's products
+TOLERANCE, SLACK = 2e-2, 1.25  # relative, for bfloat16 products
 CASES = ("trl:SFT nll", "transformers:labels", "trl:DPO", "trl:GRPO", "trl:SFT nll:float32", "trl:SFT dft")
 
 
@@ -47,7 +49,7 @@ class ClientRow(Environment):
     version: str
     transformers: str
     loss: str
-    weights: str  # their dtype; computed in bfloat16, which is autocast's where the weights are float32
+    weights: str  # dtype of the weights; all compute in bfloat16, by autocast if the weights are float32
     B: int
     T: int
     D: int
@@ -77,7 +79,7 @@ def measure(case: str, options: argparse.Namespace, device: torch.device) -> lis
     dtype = getattr(torch, weights[0] if weights else "bfloat16")
     shape = Shape(options.sequences * options.tokens, options.hidden, options.vocabulary)
     problem = make_problem(shape, dtype=dtype, device=device, seed=0)
-    # the label of a position is what the position before it predicts
+    # the token before a position predicts that position's label
     labels = problem.target.view(options.sequences, options.tokens).roll(1, 1)
     hidden = problem.input.view(options.sequences, options.tokens, -1)
     make = transformers_client if client_name == "transformers" else partial(trl_client, loss)
@@ -89,7 +91,7 @@ def measure(case: str, options: argparse.Namespace, device: torch.device) -> lis
         name: ClientRow(*facts, version("transformers"), loss, str(dtype).split(".")[1], *size, name)
         for name in client.providers
     }
-    # a reference model whose logits differ by some hundredths
+    # a reference model whose logits differ by a few hundredths
     operands = (hidden, (hidden.float() + 0.02 * torch.randn_like(hidden, dtype=torch.float32)).to(dtype))
     operands = (*operands, problem.linear_weight)
     with client.given(*(operand.float() for operand in operands)), client.dense():
@@ -109,7 +111,7 @@ def measure(case: str, options: argparse.Namespace, device: torch.device) -> lis
 
 @contextlib.contextmanager
 def working(row: ClientRow) -> Iterator[None]:
-    """A provider that fails leaves its reason."""
+    """If a provider fails, its reason goes into the row."""
     try:
         yield
     except Exception as error:

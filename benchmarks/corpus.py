@@ -1,8 +1,8 @@
-"""Text as tokens: byte-pair encoding, trained on the text itself; every so many documents are held out.
+"""Turns text into tokens: byte-pair encoding, trained on the text itself. Some documents are held out.
 
-The text is what any Python installation has, the sources of the standard library and the installed packages, or the
-files and folders that are named. A text that occurs twice counts once. Ids are in the order of the merges, frequent
-ones first; the seed fixes the order of the documents.
+The text is that of any Python installation (the sources of the standard library and of installed packages), or of files
+and folders that are named. A text that occurs twice counts once. Ids are in the order of the merges, frequent ones
+first. The seed fixes the order of the documents.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from .report import say
 
-SUFFIXES = {".py", ".txt", ".md", ".rst"}  # of the files in folders of --text
-LARGEST_FILE = 2**20  # bytes: above it a source is a generated table
-PIECE = 2**16  # bytes: what a file named by --text is cut into
-HELD_OUT = 20  # every so many documents
-TOKENIZER_BYTES = 64 * 10**6  # the merges come from the first files up to this
-DOCUMENTS = 512  # encoded at a time
+SUFFIXES = {".py", ".txt", ".md", ".rst"}  # of files in folders that --text names
+LARGEST_FILE = 2**20  # bytes; larger sources are mostly generated tables
+PIECE = 2**16  # bytes of the pieces into which a file named by --text is cut
+HELD_OUT = 20  # every 20th document is held out
+TOKENIZER_BYTES = 64 * 10**6  # the merges are learnt from the first files, up to this many bytes
+DOCUMENTS = 512  # documents encoded at a time
 END = "<|endoftext|>"  # between documents; id 0
 
 
@@ -51,7 +51,7 @@ def default_folders() -> list[Path]:
 
 
 def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[Document]:
-    """The files of a folder with one of the suffixes, whole; a root that is a file, whatever its name, in pieces."""
+    """The files of a folder with one of the suffixes, whole. A root that is a file, whatever its name, in pieces."""
     for root in dict.fromkeys(roots):
         if root.is_dir():
             for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()):
@@ -65,7 +65,7 @@ def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[Document
 
 
 def read_corpus(documents: Iterable[Document], *, most_bytes: int, seed: int) -> Corpus:
-    """Shuffled, each text once, up to most_bytes; every HELD_OUT-th is kept from training."""
+    """Documents in random order, each text once, up to most_bytes. Every HELD_OUT-th is kept from training."""
     documents, seen, size = list(documents), set(), 0
     random.Random(seed).shuffle(documents)
     corpus = Corpus([], [])
@@ -111,7 +111,7 @@ def first_bytes(texts: Sequence[str], most: int) -> Iterator[str]:
 
 
 def encode(tokenizer, texts: Sequence[str]) -> Tensor:
-    """(tokens,) int32, END after each text."""
+    """(tokens,) int32, with END after each text."""
     parts = []
     for start in range(0, len(texts), DOCUMENTS):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS]):
@@ -125,7 +125,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(text: Sequence[Path] | None, *, megabytes: float, vocabulary: int, seed: int) -> Tokens:
-    """Of the files and folders, or of the installed Python sources; the tokenizer is trained on them first."""
+    """Tokens of the files and folders, or of the installed Python sources. The tokenizer is trained on them first."""
     started = time.perf_counter()
     documents = documents_of(text or default_folders(), SUFFIXES if text else {".py"})
     corpus = read_corpus(documents, most_bytes=round(megabytes * 1e6), seed=seed)

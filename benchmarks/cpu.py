@@ -1,7 +1,8 @@
-"""`python -m benchmarks.cpu`: forward and backward on the processor, ours against dense torch in the same dtype.
+"""`python -m benchmarks.cpu`: forward and backward on a CPU, this package against dense torch in the same dtype.
 
-N tokens, D hidden, V vocabulary. Dense is F.cross_entropy(F.linear(input, weight), target), without an upcast. Same
-method as on a GPU, with the wall clock; memory is the running sum of the allocations that torch.profiler records.
+N tokens, D hidden, V vocabulary. Dense torch is F.cross_entropy(F.linear(input, weight), target), without an upcast.
+The method is that of the GPU benchmarks, with the wall clock. Memory is the running sum of the allocations that
+torch.profiler records.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class CpuRow:
     dtype: str
     provider: str
     ms: float | None = None
-    x_dense: float | None = None  # time over dense torch's
+    x_dense: float | None = None  # time relative to dense torch
     spread: float | None = None
     peak_MiB: float | None = None
-    peak_x_dense: float | None = None  # peak memory over dense torch's, gradients in both
+    peak_x_dense: float | None = None  # peak memory relative to dense torch, with gradients in both
     beyond_gradients_MiB: float | None = None
     err_loss: float | None = None
     err_dx: float | None = None

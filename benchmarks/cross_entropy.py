@@ -1,11 +1,11 @@
-"""python -m benchmarks.cross_entropy: forward + backward of the loss of given logits, and the bytes a second they move.
+"""python -m benchmarks.cross_entropy: forward and backward of the loss of given logits, and the bandwidth they reach.
 
-GB/s counts what any way must move: the rows that are not ignored read once, a gradient of all rows written once.
-`share` is that over what `copy` reaches, which does nothing else: a clone of the logits. ms is the GPU's, with the host
-ahead as in a training step (--ahead-ms); host us is what a step takes to launch.
+GB/s counts the bytes that any implementation must move: one read of the rows that are not ignored, and one write of a
+gradient of all rows. `share` is GB/s relative to that of `copy`, a clone of the logits, which does nothing else. ms is
+the GPU's time, with the host ahead as in a training step (--ahead-ms). host us is the time to launch a step.
 
-Providers that write over the logits are given memory that is theirs; from their first timed step on all read such
-gradients. The errors are those of random logits.
+Providers that overwrite the logits get a copy of their own. From their first timed step on, they read their own
+gradients instead of logits. The errors are measured on random logits.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from .timing import time_steps
 
 # N tokens, V vocabulary
 
-SHAPES = (  # the CSV is whole after each
+SHAPES = (  # the CSV is complete after each shape
     (8192, 128256, "bfloat16"),  # Llama 3; a row does not fit the registers of a multiprocessor
     (8192, 32000, "bfloat16"),
     (16384, 50304, "bfloat16"),
@@ -36,9 +36,9 @@ SHAPES = (  # the CSV is whole after each
     (4096, 151936, "bfloat16"),  # Qwen
     (2048, 32000, "bfloat16"),
     (8192, 128256, "float32"),
-    (4096, 50257, "bfloat16"),  # GPT-2: rows begin anywhere beside multiples of 16 bytes
+    (4096, 50257, "bfloat16"),  # GPT-2: rows start at any alignment
 )
-CHECKED_ROWS = 256  # of the gradient; the loss is that of all
+CHECKED_ROWS = 256  # rows of the gradient that are checked; the loss is checked over all rows
 Step = Callable[[], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,9 +53,9 @@ class LogitsRow(Environment):
     version: str
     ms: float | None = None
     spread: float | None = None
-    host_us: float | None = None  # until all of a step is launched
+    host_us: float | None = None  # until all launches of a step are queued
     GBps: float | None = None
-    share: float | None = None  # of what a copy reaches
+    share: float | None = None  # relative to a copy
     peak_MiB: float | None = None  # beyond the logits
     err_loss: float | None = None
     err_grad: float | None = None
@@ -63,7 +63,7 @@ class LogitsRow(Environment):
 
 
 class Made(torch.autograd.Function):
-    """The logits as an operation's result, in their own memory, so that they may be overwritten."""
+    """Returns the logits as the result of an operation, in their own memory, so that they may be overwritten."""
 
     @staticmethod
     def forward(ctx, logits: Tensor) -> Tensor:
@@ -78,18 +78,18 @@ class Made(torch.autograd.Function):
 def liger() -> Loss:
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
-    # the arguments behind the target: weight, ignore_index, z-loss, smoothing, reduction, softcap, return_z_loss
+    # the arguments after the target: weight, ignore_index, z-loss, smoothing, reduction, softcap, return_z_loss
     options = (None, -100, 0.0, 0.0, "mean", None, False)
     return lambda logits, target: LigerCrossEntropyFunction.apply(logits, target, *options)[0]
 
 
 def quack(inplace_backward: bool) -> Loss:
-    from quack.cross_entropy import cross_entropy  # quack-kernels, with its nvidia-cutlass-dsl
+    from quack.cross_entropy import cross_entropy  # the distribution quack-kernels, with its nvidia-cutlass-dsl
 
     return lambda logits, target: cross_entropy(logits, target, inplace_backward=inplace_backward)
 
 
-# name: (distribution, overwrites the logits, makes the loss)
+# name: (distribution, whether it overwrites the logits, function that makes the loss)
 PROVIDERS: dict[str, tuple[str, bool, Callable[[], Loss]]] = {
     "ours": ("flce_ops", False, lambda: flce_ops.cross_entropy),
     "ours_in_place": (
@@ -128,7 +128,7 @@ class Truth(NamedTuple):
 
 
 def truth_of(logits: Tensor, target: Tensor) -> Truth:
-    """In float64, a few rows at a time."""
+    """The exact results in float64, a few rows at a time."""
     count, total = int((target >= 0).sum()), 0.0
     for rows, targets in zip(logits.detach().split(CHECKED_ROWS), target.split(CHECKED_ROWS)):
         total += float(F.cross_entropy(rows.double(), targets, reduction="sum"))
@@ -138,7 +138,7 @@ def truth_of(logits: Tensor, target: Tensor) -> Truth:
 
 
 def errors(loss: Loss, logits: Tensor, target: Tensor, truth: Truth) -> tuple[float, float]:
-    """Of the loss and of the gradient, relative."""
+    """The relative errors of the loss and of the gradient."""
     value = loss(Made.apply(logits), target)
     (grad,) = torch.autograd.grad(value, logits)
     difference = grad[:CHECKED_ROWS].double() - truth.grad
@@ -152,7 +152,7 @@ def measure(
     tokens, classes, dtype = shape
     logits, target = make_problem(tokens, classes, dtype, ignored, device)
     truth, given = truth_of(logits, target), logits.detach().clone()
-    torch.compiler.reset()  # past its limit of shapes it would run eagerly
+    torch.compiler.reset()  # after its limit of shapes, torch.compile would run eagerly
     here = environment(device, options.commit)
     machine = (here.gpu, here.torch, here.triton, here.commit, tokens, classes, ignored, dtype)
     rows = {"copy": LogitsRow(*machine, "copy", torch.__version__)}
@@ -167,10 +167,10 @@ def measure(
             row.peak_MiB = peak_of(step, device)
         except ImportError as failure:
             row.reason = f"not installed: {failure.name}"
-        except Exception as failure:  # a provider's own
+        except Exception as failure:  # raised by a provider
             row.reason = reason_of(failure)
         with torch.no_grad():
-            logits.copy_(given)  # some wrote over them
+            logits.copy_(given)  # some providers have overwritten them
     del given
 
     def failed(name: str, failure: Exception) -> None:
@@ -192,7 +192,7 @@ def measure(
 
 
 def host_us(step: Step, device: torch.device) -> float:
-    """The fastest of a few: other work on the machine is not the step's."""
+    """The fastest of a few measurements, because other work on the machine only adds time."""
     times = []
     for _ in range(20):
         if device.type == "cuda":

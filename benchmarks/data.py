@@ -1,17 +1,17 @@
-"""Inputs that look like a language model's, not like randn; or those of a model that was trained, from a file.
+"""Inputs that resemble a language model's instead of randn's, or those of a trained model, from a file.
 
 N tokens, D hidden, V vocabulary. The logits are a Zipf prior over the vocabulary (log p_k = -log k) plus context noise.
 Targets are drawn from the softmax, so the loss is its entropy: 4.2 at V = 32k, 5.4 at 256k.
 
-The prior is shuffled over the token ids, or ordered by them: tokenizers number tokens as they merge them, frequent ones
-first, so whole tiles of rare tokens have gradients near 0. Or it is flat, and with little noise beside it the logits
-are those of a model before training.
+The prior is shuffled over the token ids ("shuffled"), or ordered by them: tokenizers number tokens as they merge them,
+frequent ones first, so whole tiles of rare tokens have gradients near 0. The prior may also be flat: with little noise,
+the logits are then those of a model before training.
 
-    input  = randn (N, D) + u                      u = 1/2 everywhere
+    input  = randn (N, D) + u                      every entry of u is 1/2
     weight = sigma / sqrt(D) randn (V, D) + log_prior (V, 1) u / |u|^2
     logits = input @ weight.T = sigma * noise + log_prior + (small)
 
-A file of `python -m benchmarks.trained` holds input (N, D), linear_weight (V, D) and target (N,): held-out text.
+A file of `python -m benchmarks.trained` holds input (N, D), linear_weight (V, D) and target (N,) from held-out text.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from torch import Tensor
 
 from .shapes import Shape
 
-SIGMA = 3.0  # of the context noise: entropy falls by about sigma^2 / 2 from the prior's 8 nats at V = 128k
+# deviation of the context noise: it lowers the entropy by about sigma^2 / 2 from the prior's 8 nats at V = 128k
+SIGMA = 3.0
 OFFSET = 0.5
 IGNORED = 0.02  # share of the tokens
 PRIORS = ("shuffled", "ordered", "flat")
-TRAINED = "trained"  # in the place of a prior: the operands come from a file
+TRAINED = "trained"  # in place of a prior: the operands come from a file
 IGNORE_INDEX = -100
-LOSS_SCALE = {torch.float16: 4096.0}  # what multiplies the loss before backward, as GradScaler does
-CHUNK_ELEMENTS = 2**27  # of float32 logits at a time: 512 MiB
+LOSS_SCALE = {torch.float16: 4096.0}  # multiplies the loss before backward, as GradScaler does
+CHUNK_ELEMENTS = 2**27  # float32 logits held at a time: 512 MiB
 
 
 class SoftTargets(NamedTuple):
-    """(N, K) each: what the mode "soft64" has in place of the target."""
+    """(N, K) each: what the mode "soft64" uses instead of the target."""
 
     classes: Tensor  # int64
     weight: Tensor  # float32
 
 
 class PolicyTokens(NamedTuple):
-    """(N,) float32 each: what the mode "policy" knows of the tokens."""
+    """(N,) float32 each: what the mode "policy" knows of each token."""
 
     advantages: Tensor
     old_log_probs: Tensor
@@ -52,7 +53,7 @@ class PolicyTokens(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """What the modes "kl_..." have in place of the target: another head, of the student's sizes."""
+    """What the modes "kl_..." use instead of the target: another head, of the student's sizes."""
 
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
@@ -63,12 +64,12 @@ class Problem:
     shape: Shape
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (N,) int64, IGNORE_INDEX where ignored
-    cotangent: Tensor  # (N,) float32: what arrives at per-token losses; random, so that a swapped order shows
+    target: Tensor  # (N,) int64, IGNORE_INDEX if ignored
+    cotangent: Tensor  # (N,) float32: the gradient of per-token losses; random, so that a wrong order shows
     seed: int
-    soft: SoftTargets | None = None  # drawn where they are asked for: soft.py
-    policy: PolicyTokens | None = None  # drawn where it is asked for: policy.py
-    teacher: Teacher | None = None  # drawn where it is asked for: kl_div.py
+    soft: SoftTargets | None = None  # drawn when first needed: soft.py
+    policy: PolicyTokens | None = None  # drawn when first needed: policy.py
+    teacher: Teacher | None = None  # drawn when first needed: kl_div.py
 
     def clear_gradients(self) -> None:
         self.input.grad = None
@@ -76,7 +77,7 @@ class Problem:
 
     @property
     def entropy_cotangent(self) -> Tensor:  # (N,)
-        """Where entropies are asked for beside log-probabilities: a tenth, in another order."""
+        """The gradient of entropies beside log-probabilities: a tenth as large, in another order."""
         return 0.1 * self.cotangent.flip(0)
 
     @property
@@ -85,7 +86,7 @@ class Problem:
 
     @property
     def grad_output(self) -> Tensor | None:  # ()
-        """The gradient of a scalar loss that backward is given: none where it is 1."""
+        """The gradient of a scalar loss that backward gets: None for 1."""
         return None if self.loss_scale == 1.0 else torch.tensor(self.loss_scale, device=self.input.device)
 
     @property
@@ -138,7 +139,7 @@ def make_problem(
 def load_problem(
     path: Path, *, dtype: torch.dtype, device: torch.device, seed: int, ignored: float = IGNORED
 ) -> Problem:
-    """What benchmarks/trained.py wrote; the seed is of the cotangent and of which tokens are ignored."""
+    """Reads what benchmarks/trained.py wrote. The seed draws the cotangent and which tokens are ignored."""
     from safetensors import safe_open
 
     options = {"device": device, "generator": torch.Generator(device=device).manual_seed(seed)}
@@ -152,7 +153,7 @@ def load_problem(
 
 
 def shape_of(path: Path) -> Shape:
-    """Of the operands in the file, without loading them."""
+    """The shape of the operands in the file, without loading them."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -166,10 +167,10 @@ def _random_cotangent(tokens: int, options: dict) -> Tensor:  # (N,)
 
 def _ignore(problem: Problem, share: float, options: dict) -> None:
     left_out = torch.rand(problem.shape.N, **options) < share
-    left_out[0] = False  # the mean over no token is nan
+    left_out[0] = False  # the mean over no token would be nan
     problem.target[left_out] = IGNORE_INDEX
 
 
 def is_usual(row: dict[str, str]) -> bool:
-    """Whether a row of a CSV is of the default data, as all are where the CSV has no such columns."""
+    """Whether a row of a CSV has the default data. A CSV without such columns has only default data."""
     return float(row.get("ignored") or IGNORED) == IGNORED and (row.get("prior") or PRIORS[0]) == PRIORS[0]

@@ -1,4 +1,4 @@
-"""Several GPUs: a vocabulary-parallel step against its ideal, and a small Llama under FSDP2 at growing numbers of GPUs.
+"""Several GPUs: a vocabulary-parallel step against its ideal, and a small Llama under FSDP2 on growing numbers of GPUs.
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.distributed              # both parts, and again with 4, 2, 1
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --toy        # gloo on a CPU: seconds
@@ -7,7 +7,7 @@
     vocabulary        vocabulary_parallel.py    -> benchmarks/results/<gpu>/distributed_vocabulary.csv
     weak_scaling      weak_scaling.py           -> benchmarks/results/<gpu>/distributed_weak_scaling.csv
 
-Rows of other numbers of GPUs already in the files are kept.
+Rows for other numbers of GPUs that are already in the files are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.docs_figures`: the figures of README.md and docs/, from CSVs and the planner.
+"""`python -m benchmarks.docs_figures`: draws the figures of README.md and docs/ from CSVs and the planner.
 
 docs/figures/time_against_memory.svg       a training step at one shape: time over the bare GEMMs and temporary memory
 docs/figures/memory_against_vocabulary.svg temporary memory of a training step: lines planned, dots measured
@@ -7,8 +7,9 @@ docs/figures/error_against_dtype.svg       error of dX and dW against float64, a
 docs/figures/loads_by_card.svg             torch.compile's time over this package's, by load and card
 docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
 
-Measured are the rows of mode fwd_bwd and the default data in every CSV of benchmarks/results/nvidia-h200 that has
-fwd_bwd.csv's columns. The planned lines need triton: the chunk sizes are the kernels' own (flce_ops/plan).
+Measured points are the rows of mode fwd_bwd with the default data, from every CSV in benchmarks/results/nvidia-h200
+that has fwd_bwd.csv's columns. The planned lines need Triton, because the chunk sizes are the kernels' own
+(flce_ops/plan).
 """
 
 # N tokens, D hidden, V vocabulary
@@ -34,7 +35,7 @@ from .training_plot import draw as sparse_training
 
 FOLDER = REPOSITORY / "docs" / "figures"
 RESULTS = REPOSITORY / "benchmarks" / "results"
-TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256  # what stays fixed where another size varies
+TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256  # the sizes that stay fixed while another one varies
 MIB = 2**20
 LINES = {  # provider of the CSVs: label, colour, cost, workspace
     "torch_eager": ("F.cross_entropy, float32 logits", "#7f7f7f", step_cost.dense_eager, 512),
@@ -42,8 +43,8 @@ LINES = {  # provider of the CSVs: label, colour, cost, workspace
     "ours": ("flce_ops, 512 MiB", "#08519c", step_cost.one_pass, 512),
     "ours_64MiB": ("flce_ops, 64 MiB", "#6baed6", step_cost.one_pass, 64),
 }
-# provider: label, colour, the label's place beside its point in (points right, points up, alignment)
-OURS_AT = {  # by workspace
+# provider: label, colour, the label's place relative to its point in (points right, points up, alignment)
+OURS_AT = {  # label places of this package's points, by workspace
     "ours_64MiB": ("64 MiB", "#08519c", (0, -16, "center")),
     "ours_128MiB": ("128 MiB", "#08519c", (11, 6, "left")),
     "ours": ("512 MiB, the default", "#08519c", (11, 4, "left")),
@@ -99,10 +100,10 @@ def draw(plt, axes, sizes: list[int], shape_of: Callable, value_of: Callable, do
 
 
 def time_against_memory(plt, path: Path):
-    """One run of one shape: ours as a line over its workspaces, every other provider that has a time as a point."""
+    """One run of one shape: this package as a line over its workspaces, every other provider with a time as a point."""
     with path.open(newline="") as file:
         rows = list(filter(is_of_training, csv.DictReader(file)))
-    at_shape = {  # (ms, MiB)
+    at_shape = {  # provider: (ms, MiB)
         row["provider"]: (float(row["ms"]), float(row["beyond_gradients_MiB"]))
         for row in rows
         if (int(row["N"]), int(row["D"]), int(row["V"])) == (TOKENS, HIDDEN, VOCABULARY)
@@ -149,7 +150,7 @@ def time_against_memory(plt, path: Path):
 
 def memory_against_vocabulary(plt, rows: list[dict[str, str]]):
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    dots = {  # what the dense pair takes depends on D through the gradients alone, ours hardly
+    dots = {  # through the gradients, the dense pair's memory depends on D; this package's hardly does
         provider: [
             (int(row["V"]), float(row["beyond_gradients_MiB"]))
             for row in rows
@@ -223,7 +224,7 @@ def error_against_dtype(plt, results: Path):
 
 
 def loads_by_card(plt, results: Path):
-    """torch.compile's time over ours, a line a load, a colour a card."""
+    """torch.compile's time relative to this package's: a line for each load, a colour for each card."""
     cards = {"nvidia-h200": ("H200", "#08519c"), "nvidia-h100": ("H100", "#d95f02")}
     ratios: dict[str, dict[str, float]] = {}  # load -> card -> ratio
     for card in cards:
@@ -251,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    # the same picture gives the same file
+    # makes the file the same for the same picture
     matplotlib.rcParams.update({"svg.hashsalt": "flce_ops", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 

@@ -1,4 +1,4 @@
-"""How many entries of a row of G = softmax - onehot an unbiased sparse gradient keeps, in the mean over rows and draws.
+"""How many entries of a row of G = softmax - onehot an unbiased sparse gradient keeps, averaged over rows and draws.
 
 sum_j min(|G_ij| / threshold, 1)
 """
@@ -18,7 +18,7 @@ def entries_kept(
     target: Tensor,  # (n,)
     threshold: float,
 ) -> float:
-    """All (n, V) logits at once."""
+    """Holds all (n, V) logits at once."""
     gradient = (input @ linear_weight.T).float().softmax(1)
     gradient[torch.arange(len(target), device=target.device), target] -= 1.0
     return float((gradient.abs_() / threshold).clamp_(max=1.0).sum(1).mean())

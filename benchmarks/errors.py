@@ -1,13 +1,13 @@
-"""How far a step's loss and gradients are from the truth: ||out - reference|| / ||reference||.
+"""Errors of a step's loss and gradients: ||out - reference|| / ||reference||.
 
-N tokens, D hidden, V vocabulary. The reference takes the same rounded inputs and computes in float64, chunk by chunk
-over the tokens:
+N tokens, D hidden, V vocabulary. The reference takes the same rounded inputs and computes in float64, one chunk of
+tokens at a time:
 
     z = x W^T;  lse = logsumexp(z);  G = cotangent * (exp(z - lse) - onehot);  dX = G W;  dW = G^T x
 
-With a softcap, z = cap tanh(x W^T / cap); smoothing and z_loss as in docs/kernels.md. Gradients are of the loss times
-problem.loss_scale. With K classes a token, of weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k q_k onehot_k).
-"log_probs" has the other sign, and the gradient of the entropy H besides: -cotangent_H p (log p + H).
+With a softcap, z = cap tanh(x W^T / cap); smoothing and z_loss are as in docs/kernels.md. Gradients are those of the
+loss times problem.loss_scale. With K classes a token with weights q, G = cotangent * (sum_k q_k exp(z - lse) - sum_k
+q_k onehot_k). "log_probs" has the opposite sign, and adds the gradient of the entropy H: -cotangent_H p (log p + H).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .soft import targets_of
 
 
 class Reference(NamedTuple):
-    loss: Tensor  # () or, per token, (N,)
+    loss: Tensor  # () or (N,)
     grad_input: Tensor | None  # (N, D)
     grad_weight: Tensor | None  # (V, D)
 
@@ -38,11 +38,11 @@ class Errors(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        return all(error is None or error < float("inf") for error in self)  # nan < inf is False
+        return all(error is None or error < float("inf") for error in self)  # also False for nan
 
 
 def make_policy_reference(problem: Problem, mode: Mode) -> Reference:
-    """The losses per token first, then the slopes of the formula by them as their cotangents."""
+    """Computes the losses per token first. The formula's slopes by them are the cotangents of the reference."""
     per_token = mode._replace(name="none")
     losses, *_ = make_reference(problem, per_token._replace(input_grad=False, weight_grad=False))
     losses.requires_grad_()
@@ -60,7 +60,7 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
         if mode.kind:
             loss, *gradients = exact_divergence(problem, mode.kind)
             return Reference(loss, *(gradient * problem.loss_scale for gradient in gradients))
-    # Data centre GPUs multiply float64 at the rate of float32 without TF32; others take a minute for a large shape.
+    # Data-centre GPUs multiply float64 as fast as float32 without TF32. Other GPUs take a minute for a large shape.
     dtype = torch.float64
     weight = problem.linear_weight.to(dtype)
     losses = torch.zeros(problem.shape.N, dtype=dtype, device=weight.device)
@@ -118,10 +118,10 @@ def _distance(out: Tensor | None, reference: Tensor | None) -> float | None:
     if reference is None:
         return None
     if out is None:
-        return float("inf")  # a gradient that never came
+        return float("inf")  # the gradient is missing
     if out.shape != reference.shape:
         raise ValueError(f"expected shape {tuple(reference.shape)}, got {tuple(out.shape)}")
-    # In slices of rows: a float32 copy of a whole (V, D) gradient is gigabytes.
+    # by slices of rows: a float32 copy of a whole (V, D) gradient takes gigabytes
     out, reference = torch.atleast_2d(out), torch.atleast_2d(reference)
     squares = torch.zeros(2, dtype=torch.float64, device=reference.device)
     for ours, truth in zip(out.split(16384), reference.split(16384), strict=True):
@@ -132,7 +132,7 @@ def _distance(out: Tensor | None, reference: Tensor | None) -> float | None:
 
 @torch.no_grad()
 def errors_of(loss: Tensor, problem: Problem, reference: Reference) -> Errors:
-    """Of the step that has just run: its gradients are in .grad."""
+    """The errors of the step that has just run, whose gradients are in .grad."""
     return Errors(
         _distance(loss, reference.loss),
         _distance(problem.input.grad, reference.grad_input),
@@ -141,15 +141,15 @@ def errors_of(loss: Tensor, problem: Problem, reference: Reference) -> Errors:
 
 
 def poison(device: torch.device, at_most: int = 24 << 30) -> None:
-    """Leaves NaN in the memory that the next step's torch.empty will be given, so that an output nobody wrote shows.
+    """Leaves NaN in the memory that the next step's torch.empty will get, so that an output which nothing wrote shows.
 
-    CUDA only: there the caching allocator hands out the blocks that were just freed."""
+    For CUDA only, whose caching allocator reuses the blocks that were just freed."""
     if device.type != "cuda":
         return
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    nan = {"fill_value": float("nan"), "dtype": torch.bfloat16, "device": device}  # two of them are a float32 NaN
+    nan = {"fill_value": float("nan"), "dtype": torch.bfloat16, "device": device}  # two bfloat16 NaNs are a float32 NaN
     large = torch.full((min(free // 2, at_most) // 2,), **nan)
-    small = [torch.full((1 << 18,), **nan) for _ in range(64)]  # 512 KiB each: the allocator's pool of small blocks
+    small = [torch.full((1 << 18,), **nan) for _ in range(64)]  # 512 KiB each, for the allocator's pool of small blocks
     del large, small

@@ -1,13 +1,14 @@
-"""`python -m benchmarks.first_call`: the first seconds of a training process, and what new numbers of tokens cost.
+"""`python -m benchmarks.first_call`: the first seconds of a training process, and the cost of new numbers of tokens.
 
-    steps       empty caches: the first, second and third step of a head, then the first of another head
-    again       a new process, whose caches `steps` has filled: the first and second step of the head
+    steps       empty caches: the first, second and third step of a head, then the first step of another head
+    again       a new process with the caches that `steps` has filled: the first and second step of the head
     tokens      empty caches: a step, one for each N of SEQUENCE, and 200 of random N up to 20,000
 
-Each is a process of its own, for one provider and one function. The clock starts when torch is up, the GPU's context
-exists and cuBLAS has run: nobody's first call is charged for those. The caches are Triton's, Inductor's and QuACK's;
-Python's own bytecode is cached. Compilations are the Triton kernels that a cache gained. A row is in the CSV as soon as
-it is measured; a process that takes too long, or that the budget leaves no time for, is a row with a reason.
+Each of these is a process of its own, for one provider and one function. The clock starts when torch is imported, the
+GPU's context exists and cuBLAS has run, so that no provider pays for these. The caches are Triton's, Inductor's and
+QuACK's; Python's bytecode is cached. Compilations are the Triton kernels that a cache gained. A row is written to the
+CSV as soon as it is measured. A process that takes too long, or for which the budget leaves no time, becomes a row with
+a reason.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from .report import REPOSITORY, Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR")
-MODE_OF = {"loss": "fwd_bwd", "log_probs": "log_probs"}  # log_probs with the entropy
-SECONDS = {"steps": 60.0, "again": 30.0, "tokens": 90.0}  # that each may take
-SHAPES = "8192x4096x128256,12288x1536x50257,20000x512x32000"  # a head, another, that of many N with the largest N
+MODE_OF = {"loss": "fwd_bwd", "log_probs": "log_probs"}  # log_probs includes the entropy
+SECONDS = {"steps": 60.0, "again": 30.0, "tokens": 90.0}  # time limit of each
+# a head; another head; a head for many N, with the largest N
+SHAPES = "8192x4096x128256,12288x1536x50257,20000x512x32000"
 SEQUENCE = (2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000)
 RANDOM, AT_A_TIME = 200, 50
 
@@ -48,12 +50,12 @@ class Row(Environment):
     version: str
     function: str
     story: str
-    step: str = ""  # which of the story
+    step: str = ""  # a step of the list above
     N: int | None = None
     D: int | None = None
     V: int | None = None
-    seconds: float | None = None  # the first step's with the import of its library; of random N that of all of a row
-    slowest_s: float | None = None  # of these
+    seconds: float | None = None  # first steps include the import of the library; for random N the sum over a row
+    slowest_s: float | None = None  # the slowest of these steps
     compilations: int | None = None
     reason: str = ""  # why there is no number
 
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--name", default="first_call")
     parser.add_argument("--commit", default=None)
-    parser.add_argument("--here", default=None, help=argparse.SUPPRESS)  # of whose row the story is run in this process
+    parser.add_argument("--here", default=None, help=argparse.SUPPRESS)  # the row to measure in this process
     options = parser.parse_args(argv)
     if options.here:
         for row in told(Row(**json.loads(options.here)), options):
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         rows.append(row)
                         say(f"{name:14}{function:10}{story:7}{row.step:22}", row.reason or cell([row]))
                     if row.reason and not row.version and story == options.stories.split(",")[0]:
-                        break  # no such library, or not this function
+                        break  # the library or the function is missing
     say("", *(table(rows, function) for function in options.functions.split(",")), sep="\n")
 
 
@@ -119,7 +121,7 @@ def in_fresh_process(asked: Row, options: argparse.Namespace, folder: Path, left
 
 
 def told(asked: Row, options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of one story, in this process."""
+    """Measures the rows of one process in this process."""
     device, mode = torch.device(options.device), MODES[MODE_OF[asked.function]]
     head, other, many = parse_shapes(options.shapes)
     stepping = steps_of(asked.provider, mode)
@@ -162,7 +164,7 @@ def told(asked: Row, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def steps_of(provider: str, mode: Mode) -> Callable[[Problem], Step]:
-    """torch.compile as a user has it: one function for all sizes, which it makes dynamic when they change."""
+    """torch.compile as users have it: one function for all sizes, which becomes dynamic when they change."""
     if provider != "torch_compile":
         return lambda problem: providers.provide(provider, problem, mode)
     from .providers.torch_dense import dense_log_probs, dense_loss
@@ -187,7 +189,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def cell(rows: list[Row]) -> str:
-    """Seconds, and how many kernels were compiled meanwhile."""
+    """Seconds, and the number of kernels compiled meanwhile."""
     timed = [row for row in rows if row.seconds is not None]
     if not timed:
         return rows[0].reason[:24] if rows else ""
@@ -195,7 +197,7 @@ def cell(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row], function: str) -> str:
-    """Of a function: a line for each step of each story, a column for each provider."""
+    """The table of a function: a line for each step, a column for each provider."""
     names = list(dict.fromkeys(row.provider for row in rows))
     cells: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""What one step of this process costs the host beside its mathematics; overhead.py compares processes of it.
+"""The host time of one step in this process, without its mathematics. overhead.py compares such processes.
 
 `python -m benchmarks.host_step CHECKOUT [--cuda]` imports flce_ops from CHECKOUT and prints one JSON line a figure.
 """
@@ -16,11 +16,11 @@ import torch
 from benchmarks.shapes import Shape
 
 TINY = Shape(8, 8, 16)
-# of launches alone, of a small head, of few tokens at large heads
+# mostly launches; a small head; few tokens at large heads
 CUDA_SHAPES = (Shape(128, 512, 32000), Shape(2048, 512, 32000), Shape(256, 4096, 128256), Shape(1024, 2048, 128256))
 MODES = ("eager", "compiled", "no_grad")
 STEPS = 20
-ROUNDS = 150  # short ones, of which some meet nothing else on the machine
+ROUNDS = 150  # short rounds, some of which no other process disturbs
 
 
 class Figure(NamedTuple):
@@ -29,7 +29,7 @@ class Figure(NamedTuple):
     dtype: str
     mode: str
     us: list[float]  # of each round
-    calls: int | None = None  # of Python functions
+    calls: int | None = None  # calls of Python functions
 
 
 def operands(tokens: int, hidden: int, classes: int, dtype: torch.dtype, device: str):
@@ -55,7 +55,7 @@ def steps(arguments) -> Iterator[tuple[str, Callable[[], None]]]:
     for mode in MODES:
         function, step = eager, step_without_gradients if mode == "no_grad" else training_step
         if mode == "compiled":
-            torch._dynamo.reset()  # past its limit of shapes it would run eagerly
+            torch._dynamo.reset()  # after its limit of shapes, torch.compile would run eagerly
             function = torch.compile(eager, fullgraph=True, dynamic=False)
         run = functools.partial(step, function, *arguments)
         for _ in range(20):
@@ -70,7 +70,7 @@ def python_calls(run: Callable[[], None]) -> int:
         nonlocal calls
         calls += event == "call"
 
-    with torch.autograd.set_multithreading_enabled(False):  # backward's calls are counted too
+    with torch.autograd.set_multithreading_enabled(False):  # so that backward's calls are counted, too
         sys.setprofile(count)
         run()
         sys.setprofile(None)
@@ -90,7 +90,7 @@ def cpu_figures() -> Iterator[Figure]:
 
 
 def cuda_figures() -> Iterator[Figure]:
-    """From the call of a step to its return. One step at a time: a full queue would make the host wait."""
+    """From the call of a step to its return. Steps run one at a time: with a full queue the host would wait."""
     for shape in CUDA_SHAPES:
         for mode, run in steps(operands(*shape, torch.bfloat16, "cuda")):
             torch.cuda.synchronize()

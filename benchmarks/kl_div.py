@@ -1,10 +1,11 @@
-"""The modes "kl_...": a distillation step from a teacher's hidden states, forward and backward, the mean over tokens.
+"""The modes "kl_...": a distillation step from a teacher's hidden states, forward and backward, averaged over tokens.
 
 N tokens, D hidden, V vocabulary. With p the teacher's and q the student's probabilities, m = (p + q) / 2:
 
     forward  sum p (log p - log q)     reverse  sum q (log q - log p)     jsd  (KL(p || m) + KL(q || m)) / 2
+    tv       sum |p - q| / 2           nla      -log sum min(p, q)
 
-The floor is four products: logits of both heads, both gradients of the student's. Every token counts.
+The floor is four products: the logits of both heads, and both gradients of the student's. Every token counts.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from .data import Problem, Teacher, make_problem
 
-ROWS = 512  # of float64 logits at a time
+ROWS = 512  # rows of float64 logits held at a time
 
 
 def teacher_of(problem: Problem) -> Teacher:
-    """The same whenever it is asked for."""
+    """The same teacher at every call."""
     if problem.teacher is None:
         device, dtype = problem.input.device, problem.input.dtype
         other = make_problem(problem.shape, dtype=dtype, device=device, seed=problem.seed + 1)
@@ -29,12 +30,16 @@ def teacher_of(problem: Problem) -> Teacher:
 
 
 def divergence(log_q: Tensor, log_p: Tensor, kind: str) -> Tensor:
-    """Summed over rows; log_q the student's."""
+    """Summed over classes; log_q is the student's."""
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward":
         return (p * (log_p - log_q)).sum()
     if kind == "reverse":
         return (q * (log_q - log_p)).sum()
+    if kind == "tv":
+        return 0.5 * (p - q).abs().sum()
+    if kind == "nla":
+        return -torch.minimum(p, q).sum(-1).log().sum()
     log_m = (0.5 * p + 0.5 * q).log()
     return 0.5 * (p * (log_p - log_m)).sum() + 0.5 * (q * (log_q - log_m)).sum()
 
@@ -67,7 +72,7 @@ def of_dense(problem: Problem, kind: str) -> Callable[..., Tensor]:
 
 @torch.no_grad()
 def logit_gradient(problem: Problem) -> Tensor:  # (N, V)
-    """That of "forward": what the bits are decides how fast a card runs."""
+    """The gradient of "forward". Real numbers are needed, because a card's speed depends on their bits."""
     x, w, (tx, tw) = problem.input, problem.linear_weight, teacher_of(problem)
     grad = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
     for out, rows, of_teacher in zip(grad.split(ROWS), x.split(ROWS), tx.split(ROWS)):
@@ -77,7 +82,7 @@ def logit_gradient(problem: Problem) -> Tensor:  # (N, V)
 
 
 def exact(problem: Problem, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and the student's gradients in float64."""
+    """The loss and the student's gradients in float64."""
     w, (tx, tw) = problem.linear_weight.detach().double().requires_grad_(), teacher_of(problem)
     tw = tw.double()
     loss, grads = torch.zeros((), dtype=torch.float64, device=w.device), []

@@ -54,7 +54,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # (B, heads, T, 
 
 
 class Llama(nn.Module):
-    """forward(tokens, target) -> mean loss; the head by flce_ops or as F.cross_entropy on float32 logits."""
+    """forward(tokens, target) -> mean loss. The head is flce_ops, or F.cross_entropy on float32 logits."""
 
     def __init__(self, size: LlamaSize, *, fused_head: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Llama(nn.Module):
 
 
 def fully_sharded(model: Llama, mesh: DeviceMesh, *, compiled: bool) -> None:
-    """FSDP2 in bfloat16 with float32 masters: each block a unit, embedding and head with the root."""
+    """FSDP2 in bfloat16 with float32 master weights. Each block is a unit; embedding and head belong to the root."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         if compiled:

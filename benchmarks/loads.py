@@ -1,9 +1,10 @@
-"""The loads of users, and what a step is to take on each: `python -m benchmarks --loads`, one run, one CSV, its tables.
+"""Loads of users, and the times a step should reach on each: `python -m benchmarks --loads`, one run, one CSV, its
+tables.
 
 `python -m benchmarks.loads CSV` prints the tables again.
 
-A load is a shape, the share of the tokens that is ignored, the prior's order and who is timed. A mark is a ratio of two
-of the run's own times, never of two runs: from one to the next a card's clock moves by 5 %.
+A load is a shape, the share of ignored tokens, the order of the prior, and the providers. A mark is a ratio of two
+times of the same run, never of two runs, because a card's clock differs by 5 % between runs.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from .shapes import Shape, parse_shapes
 PEERS = "torch_compile,liger,cce,quack_chunked"
 HOPPER_PEERS = "liger_cutedsl,liger_cutile"
 EVERY_OURS = "ours,ours_compiled,ours_captured"
-HOST_SHAPES = ("2048x512x32000", "256x4096x128256")  # steps that wait for the host
+HOST_SHAPES = ("2048x512x32000", "256x4096x128256")  # shapes whose steps are limited by the host
 HOSTS = ("ours", "ours_compiled", "torch_compile", "quack_chunked", "liger", "cce")
 
 
 class Load(NamedTuple):
-    shapes: str  # groups of shapes.py and NxDxV
+    shapes: str  # names of groups in shapes.py, and NxDxV
     providers: str
     ignored: float = IGNORED
     prior: str = PRIORS[0]
 
 
-ODD = (  # a size that no multiple of 8 or 16 divides, and the next that is one
+ODD = (  # a size that no multiple of 8 or 16 divides, and the next one that is such a multiple
     ("12288x1536x50257", "12288x1536x50304"),
     ("20000x1024x32001", "20000x1024x32064"),
     ("4096x4096x151669", "4096x4096x151680"),
     ("8192x2052x32000", "8192x2064x32000"),
 )
-LOADS = (  # what decides first: the budget may end a run. Three minutes on an H200, most of them compilers'
+LOADS = (  # the most important first, because the budget may end a run. Three minutes on an H200, mostly compilation
     Load("8192x4096x128256", f"floor,ours,{PEERS},{HOPPER_PEERS}"),
     *(Load("8192x4096x128256", "ours,ours_compacted", share) for share in (0.99, 0.9, 0.75, 0.5)),
     Load("8192x4096x128256", "floor,ours", 0.0),
@@ -52,7 +53,7 @@ LOADS = (  # what decides first: the budget may end a run. Three minutes on an H
 
 
 class Unit(NamedTuple):
-    """What is timed together: one mode at one shape, every provider."""
+    """Timed together: one mode at one shape, with all providers."""
 
     mode: str
     shape: Shape
@@ -62,7 +63,7 @@ class Unit(NamedTuple):
 
 
 def units(trained: Shape | None = None) -> list[Unit]:
-    """Of LOADS, each once; before them the operands of a trained model, if a file holds them, in this shape."""
+    """The units of LOADS, each once. A trained model's operands come first, if a file holds them, with this shape."""
     found: dict[tuple, Unit] = {}
     if trained:
         found[trained, IGNORED, TRAINED] = Unit("fwd_bwd", trained, IGNORED, TRAINED, f"floor,ours,{PEERS}")
@@ -80,7 +81,7 @@ Key = tuple[str, float, str]  # NxDxV, share of ignored tokens, prior
 
 
 class Times:
-    """The rows of a run, looked up by load and provider."""
+    """The rows of a run, by load and provider."""
 
     def __init__(self, rows: Iterable[dict[str, str]]) -> None:
         self.rows = {
@@ -90,7 +91,7 @@ class Times:
         }
 
     def number(self, column: str, shape: str, provider="ours", ignored=IGNORED, prior=PRIORS[0]) -> float:
-        """KeyError where it was not measured."""
+        """Raises KeyError if it was not measured."""
         text = self.rows[shape, ignored, prior, provider][column]
         if not text:
             raise KeyError(column)
@@ -167,14 +168,16 @@ NAMES = {
 
 
 def fastest_peer(times: Times, load: Key) -> tuple[str, float]:
-    """Who is fastest beside flce_ops, in ms; rows compacted by hand are a peer, the bare GEMMs where nobody else is."""
+    """The fastest provider other than flce_ops, and its ms. Rows compacted by hand count as a peer; the bare GEMMs do
+    if there is no other.
+    """
     found = {key[3]: float(row["ms"]) for key, row in times.rows.items() if key[:3] == load}
     peers = {name: ms for name, ms in found.items() if name not in ("floor", *EVERY_OURS.split(","))}
     return min((peers or found).items(), key=lambda pair: pair[1])
 
 
 def marks(times: Times) -> list[str]:
-    """A table of Markdown: each mark, and what was measured."""
+    """A Markdown table of the marks and their measurements."""
     found = ["| mark | must | goal | measured |", "|---|---|---|---|"]
     for mark in MARKS:
         try:
@@ -187,7 +190,7 @@ def marks(times: Times) -> list[str]:
 
 
 def milliseconds(times: Times) -> list[str]:
-    """A table of Markdown: each load, bold where somebody else is faster than the eager step."""
+    """A Markdown table of the loads, in bold if another provider is faster than this package's eager step."""
     found = ["| load, ms | flce_ops | compiled | CUDA graph | best otherwise |", "|---|---|---|---|---|"]
     for load in dict.fromkeys(key[:3] for key in times.rows):
         ours = [times.rows.get((*load, name)) for name in EVERY_OURS.split(",")]
@@ -206,7 +209,7 @@ def name_of(load: Key) -> str:
 
 
 def hosts(times: Times) -> list[str]:
-    """A table of Markdown: the host's part of a step, and what of it is waking autograd's thread."""
+    """A Markdown table of the host's part of a step, and of the time to wake autograd's thread."""
     found = [f"| launch to return, ms | {' | '.join(NAMES[name] for name in HOSTS)} |", "|---|" + "---|" * len(HOSTS)]
     for shape in HOST_SHAPES:
         for where, column in (("", "host_us"), (", autograd in this thread", "host_one_thread_us")):

@@ -1,14 +1,15 @@
-"""python -m benchmarks.lora: a step of a frozen head with LoRA, forward and backward, by who makes its logits and how.
+"""python -m benchmarks.lora: a step of a frozen head with LoRA, forward and backward, by different ways to compute its
+logits.
 
     ours            x W^T + h B^T, h = s x A^T, in one operator (flce::linear_cross_entropy_low_rank)
-    ours_dora       the same with DoRA's number a class, magnitudes over norms of rows, whose norms it makes each time
+    ours_dora       the same with DoRA's scale of each class, magnitudes over row norms, which it computes in each step
     ours_merged     linear_cross_entropy on W + s B A, which autograd differentiates
-    dora_merged     linear_cross_entropy on the weight of DoRA, magnitudes / norms * (W + s B A)
+    dora_merged     linear_cross_entropy on DoRA's weight, magnitudes / norms * (W + s B A)
     torch_compile   F.cross_entropy of F.linear(x, W) + F.linear(h, B), compiled
     dora_compile    the same times magnitudes / norms, those of W + s B A
 
-The floor is the two GEMMs of the head, logits and dX, by torch.mm. Gradients are those of x, A and B; errors are
-against float32. peak_MiB counts all but x, W and the target.
+The floor is the two GEMMs of the head, logits and dX, by torch.mm. Gradients are those of x, A and B. Errors are
+relative to float32. peak_MiB excludes x, W and the target.
 """
 
 import argparse
@@ -92,7 +93,7 @@ def dora_dense(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, 
 
 
 def with_magnitudes(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Loss]:
-    """They start as the norms, where PEFT starts: the gradients of x, A and B are LoRA's."""
+    """Magnitudes start as the norms, as in PEFT, so the gradients of x, A and B equal LoRA's."""
 
     def make(weight: Tensor, a: Tensor, b: Tensor) -> Loss:
         magnitude = merged_row_norms(weight, a, b, SCALING).requires_grad_()
@@ -106,7 +107,7 @@ def with_magnitudes(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Te
     return make
 
 
-PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Loss]] = {  # of W, A and B
+PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Loss]] = {  # from W, A and B
     "ours": lambda *_: of_pair,
     "ours_dora": with_magnitudes(dora_of_pair),
     "ours_merged": lambda *_: of_merged,
@@ -117,7 +118,7 @@ PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Loss]] = {  # of W, A an
 
 
 def adapters(problem: Problem, rank: int) -> tuple[Tensor, Tensor]:
-    """A and B, whose product has a tenth of the logits' magnitude."""
+    """A and B, whose product adds a tenth of the logits' magnitude."""
     _, hidden, vocab = problem.shape
     generator = torch.Generator(device=problem.input.device).manual_seed(problem.seed + 1)
     options = {"device": problem.input.device, "generator": generator}

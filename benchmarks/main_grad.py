@@ -1,10 +1,11 @@
-"""python -m benchmarks.main_grad: gradients of a head over 8 micro-batches, by who adds up those of linear_weight.
+"""python -m benchmarks.main_grad: gradients of a head over 8 micro-batches, by different ways to add those of
+linear_weight.
 
     autograd            into .grad, in the weight's dtype
     autograd_float32    .grad of each micro-batch is added to a float32 buffer
-    main_grad           the GEMM adds to the float32 buffer; and with no logits saved between forward and backward
+    main_grad           the GEMM adds to the float32 buffer; a second variant saves no logits
 
-peak_MiB counts all but the input and the weight: the buffer, or .grad, too. err_dw is against float64.
+peak_MiB excludes only the input and the weight: it includes the buffer, or .grad. err_dw is relative to float64.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from .timing import time_steps
 
 SHAPES = (Shape(2048, 4096, 128256), Shape(1024, 4096, 128256))
 MICRO_BATCHES = 8
-LossOfMicroBatch = Callable[[Tensor, Tensor, Tensor], None]  # of input, linear_weight, target: forward and backward
+# runs forward and backward for input, linear_weight, target
+LossOfMicroBatch = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass
@@ -38,14 +40,14 @@ class MainGradRow(Environment):
     micro_batches: int
     dtype: str
     provider: str
-    ms: float | None = None  # of all micro-batches
+    ms: float | None = None  # over all micro-batches
     spread: float | None = None
     peak_MiB: float | None = None
     err_dw: float | None = None
 
 
 class Accumulation:
-    """The gradients of one provider: those of linear_weight in `held` where they are not in its .grad."""
+    """The gradients of one provider. `held` has those of linear_weight if they are not in its .grad."""
 
     def __init__(self, provider: str, problem: Problem) -> None:
         self.weight = problem.linear_weight.detach().requires_grad_()
@@ -56,7 +58,7 @@ class Accumulation:
         self.held: Tensor | None = None
 
     def step(self) -> Tensor:
-        """From a buffer that holds 0, as one is at the start of an optimizer's step."""
+        """Starts from a buffer of zeros, as at the start of an optimizer step."""
         if self.held is not None:
             self.held.zero_()
         elif self.provider != "autograd":
@@ -98,7 +100,7 @@ def exact_gradient(problem: Problem) -> Tensor:  # (V, D) float64
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Relative, a block of rows at a time."""
+    """The relative error, computed one block of rows at a time."""
     squares = sum(float((f.double() - e).square().sum()) for f, e in zip(found.split(4096), exact.split(4096)))
     return (squares / float(sum(e.square().sum() for e in exact.split(4096)))) ** 0.5
 

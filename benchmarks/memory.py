@@ -1,4 +1,6 @@
-"""Peak memory of one step, over what was allocated before it. Its gradients are in it: they did not exist before."""
+"""Peak memory of one step, minus what was allocated before. It includes the step's gradients, which did not exist
+before.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ MIB = 2**20
 
 
 def peak_bytes(step: Step, problem: Problem) -> int:
-    """Of a warm step: the first one also compiles, and opens library handles that keep their workspace."""
+    """The peak of a warm step: the first step also compiles, and opens library handles that keep their workspace."""
     problem.clear_gradients()
     if problem.input.device.type == "cuda":
         return peak_bytes_cuda(step)
@@ -32,7 +34,9 @@ def peak_bytes_cuda(step: Step) -> int:
 
 
 def _peak_bytes_cpu(step: Step) -> int:
-    """The CPU allocator keeps no peak, but the profiler records every allocation and release: their running sum."""
+    """The CPU allocator records no peak, but the profiler records every allocation and release: the maximum of their
+    running sum.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What one timed step is: forward alone, or forward and backward with which gradients.
+"""Modes: what one timed step computes, forward alone, or forward and backward with some gradients.
 
 N tokens, D hidden, V vocabulary.
 """
@@ -15,9 +15,9 @@ from .data import Problem
 from .policy import on_losses
 from .shapes import Shape
 
-# (input, linear_weight, target, reduction) -> loss; for "log_probs" a pair: log-probabilities and entropies
+# (input, linear_weight, target, reduction) -> loss. For "log_probs" it returns a pair: log-probabilities and entropies.
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
-Step = Callable[[], Tensor | None]  # runs once, leaves gradients in .grad, returns the loss
+Step = Callable[[], Tensor | None]  # runs one step, leaves gradients in .grad, returns the loss
 
 
 class Mode(NamedTuple):
@@ -27,7 +27,7 @@ class Mode(NamedTuple):
     input_grad: bool
     weight_grad: bool
     options: dict[str, Any] = {}  # keywords of linear_cross_entropy
-    kind: str = ""  # of a divergence
+    kind: str = ""  # kind of divergence
 
     @property
     def backward(self) -> bool:
@@ -41,14 +41,14 @@ class Mode(NamedTuple):
         return itemsize * shape.D * (shape.N * self.input_grad + shape.V * self.weight_grad)
 
     def tflop(self, shape: Shape, valid: int) -> float:
-        """Of the floor: of the valid tokens."""
+        """TFLOP of the floor, over the valid tokens."""
         return self.gemms * 2 * valid * shape.D * shape.V / 1e12
 
 
 METRICS = (  # names of return_metrics
     *("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss"),
 )
-KINDS = ("forward", "reverse", "jsd")
+KINDS = ("forward", "reverse", "jsd", "tv", "nla")
 SMOOTHING, CAP = {"label_smoothing": 0.1}, {"softcap": 30.0}
 
 
@@ -63,29 +63,31 @@ MODES = {
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
         Mode("soft64", 3, "mean", True, True),  # 64 classes a token: soft.py
-        Mode("policy", 3, "none", True, True),  # a policy's loss, of losses per token or in one call: policy.py
-        Mode("none", 3, "none", True, True),  # per-token losses, whose cotangent comes late: logits wait, or come twice
-        Mode("log_probs", 3, "log_probs", True, True),  # and entropies, both differentiated: what RL asks a head for
+        Mode("policy", 3, "none", True, True),  # a policy's loss, from losses per token or in one call: policy.py
+        # per-token losses, whose gradient is known in backward only: logits are saved or recomputed
+        Mode("none", 3, "none", True, True),
+        Mode("log_probs", 3, "log_probs", True, True),  # with entropies, both differentiated, as RL needs
         Mode("smoothing", 3, "mean", True, True, SMOOTHING),
         Mode("softcap", 3, "mean", True, True, CAP),
         Mode("softcap_smoothing", 3, "mean", True, True, SMOOTHING | CAP),
         *(Mode(f"metric_{name}", 3, "mean", True, True, with_metrics(name)) for name in METRICS),
         Mode("metrics", 3, "mean", True, True, with_metrics(*METRICS)),
-        *(Mode(f"kl_{kind}", 4, "mean", True, True, kind=kind) for kind in KINDS),  # a teacher's head too: kl_div.py
+        *(Mode(f"kl_{kind}", 4, "mean", True, True, kind=kind) for kind in KINDS),  # with a teacher's head: kl_div.py
     )
 }
 
 
 def prepare(problem: Problem, mode: Mode) -> None:
-    """Marks what needs a gradient. Forward alone marks nothing, not even the weight: some implementations look at
-    requires_grad instead of the grad mode and would make gradients nobody asked for."""
+    """Marks the tensors that need a gradient. For forward alone it marks none, not even the weight: some
+    implementations look at requires_grad instead of the grad mode and would make gradients nobody wants.
+    """
     problem.clear_gradients()
     problem.input.requires_grad_(mode.input_grad)
     problem.linear_weight.requires_grad_(mode.weight_grad)
 
 
 def step_of(loss: Loss, problem: Problem, mode: Mode) -> Step:
-    """A training (or evaluation) step around a loss: gradients start as None, as after zero_grad()."""
+    """A training or evaluation step with this loss. Gradients start as None, as after zero_grad()."""
     if mode.name == "policy":
         loss, mode = on_losses(loss, problem), mode._replace(reduction="mean")
     tensors = (problem.input, problem.linear_weight, problem.target, mode.reduction)

@@ -1,11 +1,12 @@
-"""`python -m benchmarks.numerics_table`: error of loss, dX and dW against float64, per dtype, ours and plain torch's.
+"""`python -m benchmarks.numerics_table`: errors of loss, dX and dW against float64, per dtype, of this package and
+plain torch.
 
     python -m benchmarks.numerics_table                      # -> benchmarks/results/<device>/numerics.csv
     python -m benchmarks.numerics_table --device cuda        # float16 and bfloat16 by the Triton kernels
 
-Every implementation gets the same rounded inputs (benchmarks/data.py: Zipf prior, targets from the softmax, 2 % are
-ignored); the truth is a float64 computation on them. Error: ||out - truth|| / ||truth||. float16 gradients are those
-of the loss times 4096 (data.py), as torch.amp.GradScaler has them.
+Every implementation gets the same rounded inputs (benchmarks/data.py: Zipf prior, targets from the softmax, 2 %
+ignored). The reference is a float64 computation on them. The error is ||out - reference|| / ||reference||. float16
+gradients are those of the loss times 4096 (data.py), as with torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .modes import MODES, prepare
 from .report import REPOSITORY, Report, environment, say
 from .shapes import Shape, parse_shapes
 
-SHAPES = {"cpu": Shape(256, 288, 32003), "cuda": Shape(8192, 2048, 128256)}  # under a minute each
-SMALL_WORKSPACE = 32 << 20  # too small for a float32 sum of dW: rounded once a chunk
+SHAPES = {"cpu": Shape(256, 288, 32003), "cuda": Shape(8192, 2048, 128256)}  # each under a minute
+SMALL_WORKSPACE = 32 << 20  # too small for a float32 sum of dW, which is then rounded once a chunk
 
 
 @dataclass
@@ -78,7 +79,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, c
 
 
 def step(function: Callable, problem: Problem) -> Tensor:
-    """The loss; gradients are left in .grad."""
+    """Returns the loss, and leaves gradients in .grad."""
     problem.clear_gradients()
     loss = function(problem.input, problem.linear_weight, problem.target)
     loss.backward(problem.grad_output)

@@ -1,12 +1,13 @@
-"""python -m benchmarks.objective_errors: every objective's error against float64, ours beside plain torch's.
+"""python -m benchmarks.objective_errors: every objective's error against float64, of this package and of plain torch.
 
     python -m benchmarks.objective_errors                                      # -> results/GPU/objective_errors.csv
     torchrun --standalone --nproc-per-node 2 -m benchmarks.objective_errors    # its rows of a sharded vocabulary
     python -m benchmarks.tables                                                # docs/numerics.md, from the CSVs
 
-||out - truth|| / ||truth|| of results and both gradients, for a problem of data.py. Plain torch is the dense formula,
-eager, its logits in the operands' dtype, then float32. float16 has a loss scale of 4096 (data.py). Each row is in the
-CSV as soon as it is made, by one of several processes: most of their time is compilation.
+The error of results and of both gradients is ||out - reference|| / ||reference||, on a problem of data.py. Plain torch
+is the dense formula, eager, whose logits are rounded to the operands' dtype and then become float32. float16 has a loss
+scale of 4096 (data.py). Several processes share the work, because most of the time is compilation. Each row goes into
+the CSV as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from .shapes import Shape, parse_shapes
 SHAPES = {"cpu": "256x96x1009", "cuda": "2048x1024x32003"}
 SEED = 0
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PATHS = {  # of one process, and what they are measured in
+PATHS = {  # paths that run in one process, and their dtypes
     "eager": DTYPES,  # losses per token with their logits saved
-    "checkpointed": (torch.bfloat16,),  # logits made twice
+    "checkpointed": (torch.bfloat16,),  # logits computed twice
     "compiled": (torch.bfloat16,),
 }
-SHARDED = "sharded"  # the vocabulary over all ranks, each of which has all tokens
+SHARDED = "sharded"  # the vocabulary is sharded over all ranks, each of which has all tokens
 Errors = tuple[float, float | None, float | None]  # of results, dX, dW
-Task = tuple[int, str, torch.dtype]  # which objective, the metrics behind the last one; path; dtype
-POISONED = 1 << 30  # bytes, of each process
+Task = tuple[int, str, torch.dtype]  # index of the objective (the last index means metrics); path; dtype
+POISONED = 1 << 30  # bytes, in each process
 
 
 @dataclass
@@ -77,7 +78,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients_of(results: Results, problem: Problem, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Of a scalar the loss scale comes from above, of losses per token numbers of either sign."""
+    """For a scalar, grad_output is the loss scale; for losses per token it has both signs."""
     total: Tensor | float = 0.0
     for result in results:
         above = problem.loss_scale
@@ -126,7 +127,9 @@ FIELDS = [name for name in ErrorRow.__dataclass_fields__ if name not in Environm
 
 
 def errors_of(number: int, path: str, problem: Problem) -> Iterator[tuple[str, str, Errors, Errors]]:
-    """What is compared, the kernel, ours and plain torch's; nothing of what does not take this path."""
+    """Yields what is compared, the kernel, this package's errors and plain torch's. Yields nothing for what does not
+    take this path.
+    """
     x, w = problem.input, problem.linear_weight
     place = sharded if path == SHARDED else as_they_are
     objectives = list(objectives_of(problem, place))
@@ -177,7 +180,8 @@ def measured(
     if not processes:
         yield from (lines(task, shape, device, here) for task in tasks)
         return
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each process would start as many as there are cores
+    # otherwise each process would start as many threads as there are cores
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for done in as_completed([pool.submit(lines, task, shape, device, here) for task in tasks]):
             yield done.result()

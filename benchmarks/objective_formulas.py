@@ -1,6 +1,7 @@
-"""What `python -m benchmarks.objective_errors` compares: each objective as a call of ours and as a formula on logits.
+"""The objectives that `python -m benchmarks.objective_errors` compares, each as a call of this package and as a formula
+on logits.
 
-N tokens, D hidden, V vocabulary, K classes of a token. Results are () or (N,); (N, K) of the classes of a token.
+N tokens, D hidden, V vocabulary, K classes of a token. Results are (), (N,), or (N, K) for the classes of a token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Objective(NamedTuple):
 
 
 class Teaching(NamedTuple):
-    """Of a problem's teacher; DTensors where the problem's operands are."""
+    """A problem's teacher. Its tensors are DTensors if the problem's operands are."""
 
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
@@ -44,7 +45,7 @@ def teaching_of(problem: Problem) -> Teaching:
 
 
 def masked(numbers: Tensor, problem: Problem) -> Tensor:
-    """0 at ignored tokens."""
+    """The numbers, with 0 for ignored tokens."""
     valid = problem.valid
     return torch.where(valid if numbers.dim() == 1 else valid[:, None], numbers, 0)
 
@@ -143,7 +144,7 @@ def of_divergence(kind: str, teaching: Teaching, *, given: bool) -> Objective:
 
     def dense(z: Tensor) -> Results:
         log_p = teaching.probs.to(z.dtype).log()
-        if not given:  # in the operands' dtype, but for the truth
+        if not given:  # rounded to the operands' dtype, except for the reference
             exact = torch.float64 if z.dtype == torch.float64 else teaching.input.dtype
             log_p = (teaching.input.to(exact) @ teaching.linear_weight.to(exact).T).to(z.dtype).log_softmax(-1)
         return (divergence(z.log_softmax(-1), log_p, kind) / z.shape[0],)
@@ -152,7 +153,9 @@ def of_divergence(kind: str, teaching: Teaching, *, given: bool) -> Objective:
 
 
 def objectives_of(problem: Problem, place: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Iterator[Objective]:
-    """`place` makes of a teacher's operands what our calls take; the formulas take plain tensors."""
+    """The objectives of a problem. `place` turns a teacher's operands into what this package's calls take; formulas
+    take plain tensors.
+    """
     yield of_class_indices("class indices", problem)
     yield of_class_indices("label smoothing", problem, **SMOOTHING)
     yield of_class_indices("softcap", problem, **CAP)

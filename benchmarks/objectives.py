@@ -1,10 +1,11 @@
-"""python -m benchmarks.objectives: all that a head computes beside the mean of class indices, in one run.
+"""python -m benchmarks.objectives: everything a head can compute besides the mean over class indices, in one run.
 
-At each shape every step of LINES is timed in the same shuffled rounds, so that a ratio of any two of them is one of
-neighbours: objectives.csv has a row each, and `python -m benchmarks.tables` makes the documents' tables of it.
-Bare GEMMs are three (four for a divergence) of bfloat16 over the valid tokens (all, for a divergence).
+At each shape all steps of LINES are timed in the same shuffled rounds, so that the ratio of any two comes from the same
+conditions. objectives.csv has a row for each; `python -m benchmarks.tables` makes the documents' tables from them. The
+bare GEMMs are three (four for a divergence) in bfloat16, over the valid tokens (over all, for a divergence).
 
-First calls compile for minutes. Other processes make them before, --processes at a time, into the caches on disk.
+First calls compile for minutes. Other processes make them before the run, --processes at a time, into the caches on
+disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from . import providers
 from .data import make_problem
 from .errors import make_reference
-from .modes import KINDS, METRICS, MODES, Mode, prepare
+from .modes import METRICS, MODES, Mode, prepare
 from .report import Environment, Report, Row, environment, say, table
 from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
 from .shapes import Shape, parse_shapes
@@ -32,7 +33,7 @@ from .timing import time_steps
 
 SHAPES = "4096x2048x128256,4096x4096x151936"
 PER_TOKEN = ("ours", "ours_retained", "torch_compile", "trl", "verl")
-LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # of bfloat16: mode, providers
+LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # all bfloat16: (mode, providers)
     ("fwd_bwd", ("floor", "ours", "torch_compile")),
     *((f"metric_{name}", ("ours",)) for name in METRICS),
     ("metrics", ("ours",)),
@@ -44,7 +45,8 @@ LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # of bfloat16: mode, provide
     ("softcap", ("ours", "torch_compile")),
     ("softcap_smoothing", ("ours", "torch_compile")),
     ("kl_forward", ("floor", "ours", "torch_compile", "liger")),
-    *((f"kl_{kind}", ("ours", "torch_compile", "liger")) for kind in KINDS[1:]),
+    *((f"kl_{kind}", ("ours", "torch_compile", "liger")) for kind in ("reverse", "jsd")),
+    *((f"kl_{kind}", ("ours", "torch_compile")) for kind in ("tv", "nla")),  # Liger does not have them
 )
 IN_FLOAT16 = ("fwd_bwd", "none", "log_probs")
 
@@ -67,7 +69,9 @@ def units_of(patterns: str) -> list[Unit]:
 
 
 def first_calls(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.device, seed: int) -> None:
-    """Of a process of its own: what they compile stays on disk. What fails here fails again where it is a reason."""
+    """Runs in a process of its own. What it compiles stays on disk. A call that fails here fails again in the run,
+    which records the reason.
+    """
     one_compilation_per_shape()
     for shape in shapes:
         for dtype in dict.fromkeys(unit.dtype for unit in units):
@@ -80,7 +84,7 @@ def first_calls(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.de
                     except Exception as error:
                         say(f"{shape} {unit}: {reason_of(error)}")
                     problem.clear_gradients()
-                    if device.type == "cuda":  # whose memory other processes want
+                    if device.type == "cuda":  # frees GPU memory for the other processes
                         torch.cuda.empty_cache()
 
 
@@ -105,7 +109,7 @@ def measure(
             problems[dtype] = make_problem(shape, dtype=dtype, device=device, seed=options.seed)
         problem, mode = problems[dtype], MODES[name]
         prepare(problem, mode)
-        # metrics leave the loss as it is
+        # metrics do not change the loss
         loss = (dtype, "fwd_bwd" if set(mode.options) == {"return_metrics"} else name)
         if loss != of_loss:
             del reference
@@ -157,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if options.processes:
         compile_first(shapes, units, device, options)
         say(f"{time.time() - started:.0f} s: compiled")
-    gc.freeze()  # a collection of what the imports left takes a quarter of a second, once a step
+    gc.freeze()  # a garbage collection of what the imports left would take a quarter of a second in each step
     here = environment(device, options.commit)
     report = Report(options.out / here.slug / "objectives.csv")
     for shape in shapes:

@@ -1,11 +1,12 @@
-"""python -m benchmarks.overhead: what a training step costs the host beside its mathematics.
+"""python -m benchmarks.overhead: the host time of a training step, without its mathematics.
 
-On a CPU, 8 x 8 x 16: microseconds and Python calls of a step, eager and compiled, and of a forward without gradients.
-On CUDA also the host's microseconds from the call of such a step to its return, at the shapes of the group "small" and
-at two whose GEMMs take less than that.
+On a CPU, at 8 x 8 x 16: microseconds and Python calls of a step, eager and compiled, and of a forward without
+gradients. On CUDA also the host's microseconds from the call of a step to its return, at the shapes of the group
+"small" and at two shapes whose GEMMs are shorter than that.
 
-`--against PATH` compares with another checkout. The clock of a machine moves more than two commits differ, so processes
-of both alternate; the figure is the fastest round of all of a checkout's processes, beside it their lower quartile.
+`--against PATH` compares with another checkout. A machine's clock varies by more than two commits differ, so processes
+of both checkouts alternate. The figure is the fastest round over all processes of a checkout, with their lower quartile
+beside it.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from benchmarks.report import REPOSITORY, Report, commit_of, environment, say
 
 @dataclass
 class OverheadRow:
-    gpu: str  # or the processor
+    gpu: str  # or the CPU
     torch: str
     triton: str
     python: str
@@ -36,14 +37,14 @@ class OverheadRow:
     V: int
     dtype: str
     mode: str
-    calls: int  # of Python functions
+    calls: int  # calls of Python functions
     us: float
     us_quartile: float
     processes: int
 
 
 def figures_of(checkout: Path, cuda: bool) -> Iterator[dict]:
-    """Of a fresh process, which imports the benchmark from here and flce_ops from `checkout`."""
+    """The figures of a fresh process, which imports the benchmark from here and flce_ops from `checkout`."""
     command = [sys.executable, "-m", "benchmarks.host_step", str(checkout), *(["--cuda"] if cuda else [])]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(command, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -51,7 +52,7 @@ def figures_of(checkout: Path, cuda: bool) -> Iterator[dict]:
 
 
 def measure(checkouts: Sequence[Path], commits: Sequence[str], *, cuda: bool, processes: int) -> list[OverheadRow]:
-    """Rows of one checkout beside those of the other."""
+    """The rows of one checkout, beside those of the other."""
     found: dict[tuple, list[dict]] = defaultdict(list)
     for turn in range(processes):
         order = range(len(checkouts)) if turn % 2 == 0 else reversed(range(len(checkouts)))

@@ -1,17 +1,18 @@
-"""Does communication hide behind GEMMs? A vocabulary-parallel step in bare GEMMs, its sum over ranks in several places.
+"""Whether GEMMs can hide communication: a vocabulary-parallel step of bare GEMMs, with its sum over ranks at several
+places.
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.overlap
     torchrun --standalone --nproc-per-node 2 -m benchmarks.overlap --toy            # gloo on a CPU: seconds
 
-A step takes its tokens in as many chunks as the workspace makes, each of them three GEMMs: logits, d weight (added to
-that of the chunks before) and d input. The variants (overlap.csv) differ in when d input is summed over ranks:
+A step divides its tokens into as many chunks as the workspace requires. Each chunk has three GEMMs: logits, d weight
+(added to that of earlier chunks) and d input. The variants (overlap.csv) differ in when d input is summed over ranks:
 
-    no_sum            never: what hides the sum can be no faster
-    after             an all_reduce behind the last GEMM, as in the operator
-    beside_chunk      an all_reduce per chunk, beside the next chunk's GEMMs; the last one alone
-    beside_all        the same, and the last one beside the last chunk's d weight
-    scatter_after     a reduce_scatter behind the last GEMM, as in the operator under sequence parallelism
-    scatter_beside    the same beside the last chunk's d weight
+    no_sum            never: hiding the sum cannot be faster than this
+    after             one all_reduce after the last GEMM, as in the operator
+    beside_chunk      an all_reduce for each chunk, beside the next chunk's GEMMs; the last one runs alone
+    beside_all        the same, with the last one beside the last chunk's d weight
+    scatter_after     one reduce_scatter after the last GEMM, as in the operator under sequence parallelism
+    scatter_beside    the same, beside the last chunk's d weight
 
 D hidden, N tokens, V vocabulary, v of them on this rank, n rows of a chunk.
 """
@@ -45,8 +46,8 @@ class OverlapRow(Environment):
     variant: str
     ms: float
     spread: float  # (slowest - fastest round) / median
-    x_after: float  # over the variant that sums in the same way behind the last GEMM
-    sum_ms: float  # of that sum by itself
+    x_after: float  # relative to the variant with the same sum after the last GEMM
+    sum_ms: float  # time of that sum alone
 
 
 class OverlapStep:
@@ -84,7 +85,7 @@ class OverlapStep:
         whole: Callable[[Tensor], dist.Work] | None = None,
         weight_last: bool = False,
     ) -> Tensor:  # (N, D)
-        """`each` takes the rows of every chunk when they are made, `whole` all of them before the last GEMM."""
+        """`each` gets the rows of each chunk when they are computed, `whole` all rows before the last GEMM."""
         under_way = []
         for rows in self.chunks:
             last = rows.stop == self.input.shape[0]

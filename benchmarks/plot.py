@@ -1,11 +1,11 @@
 """`python -m benchmarks.plot CSV`: PNGs from a CSV of `python -m benchmarks`, and from nothing else.
 
-<csv>_time_<mode>.png      time over the floor, a group of bars per shape
-<csv>_memory_<mode>.png    time over the floor against memory beyond the gradients, a panel per shape
-<csv>_sweep_<N|D|V>.png    where one size varies and the other two stay: time over the floor and memory
-<csv>_error.png            error of dX and dW, forward and backward
+<csv>_time_<mode>.png      time relative to the floor, a group of bars for each shape
+<csv>_memory_<mode>.png    time relative to the floor against memory beyond the gradients, a panel for each shape
+<csv>_sweep_<N|D|V>.png    time relative to the floor, and memory, if one size varies and the other two are fixed
+<csv>_error.png            errors of dX and dW, forward and backward
 
-Rows of other data than the default have figures of their own, named after it: <csv>_time_<mode>_50%_ordered.png.
+Rows with other data than the default get figures of their own, named after the data: <csv>_time_<mode>_50%_ordered.png.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TITLES = {
 }
 OURS = ("#08519c", "#3182bd", "#6baed6", "#9ecae1", "#c6dbef")
 OTHERS = ("#d95f02", "#1b9e77", "#e7298a", "#7570b3", "#66a61e", "#e6ab02", "#a6761d", "#666666")
-MOST = 3.0  # where the bars end: a provider at 40 times the floor would flatten all others
+MOST = 3.0  # the axis ends here: a provider at 40 times the floor would flatten all others
 
 
 class Point(NamedTuple):
@@ -38,7 +38,7 @@ class Point(NamedTuple):
     beyond_MiB: float
     err_dx: float | None
     err_dw: float | None
-    data: tuple[float, str]  # share of the tokens that are ignored, prior
+    data: tuple[float, str]  # share of ignored tokens, prior
 
 
 def read(path: Path) -> tuple[list[Point], str]:
@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[list[Point], str]:
 
 
 def colours(points: Iterable[Point]) -> dict[str, str]:
-    """One colour a provider in every figure of a CSV: ours in blues, the others apart from each other."""
+    """One colour for each provider in all figures of a CSV: blues for this package, distinct ones for the others."""
     names = list(dict.fromkeys(point.provider for point in points if point.provider != "floor"))
     ours = [name for name in names if name.startswith("ours")]
     others = [name for name in names if not name.startswith("ours")]
@@ -165,7 +165,7 @@ def draw_error(plt, points: list[Point], colour: dict[str, str]):
 
 
 def sweep_of(points: list[Point], axis: int) -> list[Point]:
-    """The largest set of points, of three sizes or more, that differ in one size alone."""
+    """The largest set of points that differ in one size only, with at least three values of it."""
     groups: dict[tuple[int, ...], list[Point]] = {}
     for point in points:
         groups.setdefault(tuple(size for i, size in enumerate(point.shape) if i != axis), []).append(point)
@@ -174,7 +174,7 @@ def sweep_of(points: list[Point], axis: int) -> list[Point]:
 
 
 def words_of(ignored: float, prior: str) -> tuple[str, str]:
-    """What the data adds to the names of figures and to their titles."""
+    """What the data adds to the figures' names and titles."""
     share = "" if ignored == IGNORED else f"{100 * ignored:g}%"
     order = "" if prior == PRIORS[0] else prior
     words = (share and f"{share} of the tokens ignored", order and (order if order == TRAINED else f"{order} prior"))

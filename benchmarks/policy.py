@@ -1,6 +1,6 @@
 """The mode "policy": DAPO's token loss with its KL term, in one call or as a formula on losses per token.
 
-N tokens. With A, old and ref drawn around the log-probabilities of the problem, and log p = -loss of a provider:
+N tokens. A, old and ref are drawn around the log-probabilities of the problem; log p is minus the loss of a provider:
 
     r = exp(log p - old)      L = mean max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)) + beta (e^-d + d - 1),  d = log p - ref
 """
@@ -15,12 +15,13 @@ from torch import Tensor
 from .data import PolicyTokens, Problem
 
 LOW, HIGH, BETA = 0.2, 0.28, 0.04
-STEP, DRIFT = 0.2, 0.3  # standard deviations of log p - old, beyond the bounds for a fifth, and of log p - ref
+# standard deviations of log p - old, which is beyond the bounds for a fifth of the tokens, and of log p - ref
+STEP, DRIFT = 0.2, 0.3
 
 
 @torch.no_grad()
 def tokens_of(problem: Problem) -> PolicyTokens:
-    """The same whenever it is asked for."""
+    """The same tokens at every call."""
     if problem.policy is None:
         device, tokens = problem.input.device, problem.shape.N
         generator = torch.Generator(device=device).manual_seed(problem.seed + 1)
@@ -30,7 +31,7 @@ def tokens_of(problem: Problem) -> PolicyTokens:
             logits = (problem.input[rows] @ problem.linear_weight.T).float()
             target = problem.target[rows].clamp(min=0)[:, None]
             log_probs[rows] = (logits.gather(1, target) - logits.logsumexp(-1, keepdim=True))[:, 0]
-        # advantages of both signs whose losses do not cancel
+        # advantages of both signs, whose losses do not cancel
         problem.policy = PolicyTokens(1 + noise[0], log_probs + STEP * noise[1], log_probs + DRIFT * noise[2])
     return problem.policy
 
@@ -44,7 +45,7 @@ def loss_of_log_probs(log_probs: Tensor, problem: Problem) -> Tensor:  # (N,) ->
 
 
 def on_losses(loss: Callable[..., Tensor], problem: Problem) -> Callable[..., Tensor]:
-    """The formula behind a provider's losses per token."""
+    """Applies the formula to a provider's losses per token."""
 
     def of_formula(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         return loss_of_log_probs(-loss(input, linear_weight, target, "none"), problem)

@@ -1,4 +1,4 @@
-"""Benchmarks of several ranks: their options and process group, and steps timed against each other."""
+"""For benchmarks with several ranks: options, process group, and timing of steps against each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.shapes import Shape, parse_shapes
 VOCABULARY_SHAPES = (Shape(16384, 4096, 128256), Shape(16384, 8192, 256000))
 TOY_SHAPES = (Shape(48, 32, 517),)
 
-# NVLink multicast, which NCCL turns on where it can, needs the whole fabric of the host to itself.
+# NVLink multicast, which NCCL uses where it can, needs the whole NVLink fabric of the host.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
@@ -39,7 +39,7 @@ def common_parser(description: str, *, rounds: int, ms: float) -> argparse.Argum
 
 @contextmanager
 def process_group(toy: bool) -> Iterator[torch.device]:
-    """This rank's device: NCCL on its GPU, or gloo on the processor; a process without torchrun is the only rank."""
+    """This rank's device: its GPU with NCCL, or the CPU with gloo. A process without torchrun is the only rank."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     for name, value in {**alone, **WITHOUT_MULTICAST}.items():
         os.environ.setdefault(name, value)
@@ -57,18 +57,18 @@ def process_group(toy: bool) -> Iterator[torch.device]:
 
 
 class Clock:
-    """Steps timed against each other: back to back for a while, in a new order every round; the slowest rank counts."""
+    """Times steps against each other: back to back, in a new order in every round. The slowest rank counts."""
 
     def __init__(self, device: torch.device, *, rounds: int, ms: float) -> None:
         self.device, self.rounds, self.ms = device, rounds, ms
-        self.shuffle = random.Random(0)  # the same order on every rank: the steps hold collectives
+        self.shuffle = random.Random(0)  # the same order on all ranks, because the steps contain collectives
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def seconds(self, step: Callable[[], object], calls: int) -> float:
-        """Per call, of the slowest rank."""
+        """Seconds of a call on the slowest rank."""
         dist.barrier()
         self.synchronize()
         started = time.perf_counter()
@@ -83,7 +83,7 @@ class Clock:
         return tensor.item()
 
     def time(self, steps: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float]]:
-        """Median milliseconds and spread of every step."""
+        """The median milliseconds and the spread of every step."""
         order, kept = list(steps), {name: [] for name in steps}
         calls = {}
         for name in order:
@@ -92,14 +92,16 @@ class Clock:
         for _ in range(self.rounds):
             self.shuffle.shuffle(order)
             for name in order:
-                self.seconds(steps[name], max(1, calls[name] // 3))  # heats the card up
+                self.seconds(steps[name], max(1, calls[name] // 3))  # warms the card up
                 kept[name].append(1e3 * self.seconds(steps[name], calls[name]))
         middles = {name: statistics.median(times) for name, times in kept.items()}
         return {name: (middles[name], (max(times) - min(times)) / middles[name]) for name, times in kept.items()}
 
 
 def guarded(run: Callable[[], object], clock: Clock) -> tuple[str | None, float | None]:
-    """Runs it on every rank; (why it failed on any, None) or (None, peak MiB beyond what was allocated before)."""
+    """Runs it on every rank. Returns (the reason of a failure on any rank, None), or (None, peak MiB beyond earlier
+    allocations).
+    """
     release(clock.device)
     cuda = clock.device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
@@ -126,7 +128,7 @@ def release(device: torch.device) -> None:
 
 
 class Setting(NamedTuple):
-    """What the options and the machine decide."""
+    """What follows from the options and the machine."""
 
     found: Environment
     dtype: torch.dtype

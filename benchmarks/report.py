@@ -1,4 +1,4 @@
-"""Rows: what they hold, the CSV they go to, the table they print as."""
+"""Rows of results: their columns, the CSV that they go to, and the printed table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class Environment:
     """Where a row was measured: its first columns."""
 
-    gpu: str  # or the processor
+    gpu: str  # or the CPU
     torch: str
     triton: str
     commit: str
@@ -39,7 +39,7 @@ class Row(Environment):
     N: int
     D: int
     V: int
-    ignored: float  # share of the tokens
+    ignored: float  # share of ignored tokens
     prior: str  # over the vocabulary, or "trained": data.py
     dtype: str
     mode: str
@@ -49,16 +49,16 @@ class Row(Environment):
     floor_ms: float | None = None
     x_floor: float | None = None
     spread: float | None = None
-    tflops: float | None = None  # the floor's operations over the provider's time
+    tflops: float | None = None  # the floor's operations divided by the provider's time
     peak_MiB: float | None = None
     beyond_gradients_MiB: float | None = None
-    loss: float | None = None  # of the data: the reference's mean over the valid tokens
+    loss: float | None = None  # the reference's mean over the valid tokens
     err_loss: float | None = None
     err_dx: float | None = None
     err_dw: float | None = None
     first_call_s: float | None = None
-    host_us: float | None = None  # from the call of a step to its return, where that may be what takes the time
-    host_one_thread_us: float | None = None  # the same with autograd in the thread that calls it
+    host_us: float | None = None  # from the call of a step to its return, if that may limit the step
+    host_one_thread_us: float | None = None  # the same with autograd in the calling thread
     seed: int | None = None
     reason: str = ""  # why a number is missing, or what is wrong with it
 
@@ -82,10 +82,10 @@ def _processor() -> str:
 
 
 def commit_of(checkout: Path) -> str:
-    """Short hash, with + when the tree has changes; FLCE_COMMIT where these sources came without their .git."""
+    """The short hash, with + if the tree has changes. FLCE_COMMIT if the sources came without .git."""
     if checkout == REPOSITORY and "FLCE_COMMIT" in os.environ:
         return os.environ["FLCE_COMMIT"]
-    if not (checkout / ".git").exists():  # git would answer for a repository around it
+    if not (checkout / ".git").exists():  # git would otherwise report a repository around it
         return "unknown"
     git = ["git", "-C", str(checkout)]
     try:
@@ -97,7 +97,7 @@ def commit_of(checkout: Path) -> str:
 
 
 class Report:
-    """A CSV written whole after every shape, so that what has been measured is there whatever happens next."""
+    """A CSV that is written as a whole after every shape, so that measured rows are safe whatever happens next."""
 
     def __init__(self, path: Path, *, resume: bool = False):
         self.path = path
@@ -120,7 +120,7 @@ class Report:
 
 
 class KeepingReport(Report):
-    """A CSV from which rows of earlier runs are kept, but for those that this run replaces."""
+    """A CSV that keeps rows of earlier runs, except those that this run replaces."""
 
     def __init__(self, path: Path, **replaced: object) -> None:
         super().__init__(path, resume=True)
@@ -133,7 +133,7 @@ def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-COLUMNS = (  # heading, width, cell
+COLUMNS = (  # (heading, width, cell)
     ("provider", -17, lambda row: row.provider),
     ("ms", 9, lambda row: _cell(row.ms, ".2f")),
     ("x floor", 9, lambda row: _cell(row.x_floor, ".3f")),
@@ -158,7 +158,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Fastest first; then who is missing, under one reason each."""
+    """The fastest first; then the missing providers, grouped by reason."""
     lines = [_line(heading for heading, _, _ in COLUMNS)]
     timed = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms)
     lines += ["  ".join(filter(None, (_line(cell(row) for _, _, cell in COLUMNS), row.reason))) for row in timed]
@@ -171,5 +171,5 @@ def table(rows: list[Row]) -> str:
 
 
 def say(*words: object, sep: str = " ", end: str = "\n") -> None:
-    """Progress, at once: a machine may go away before its output was flushed."""
+    """Prints progress without buffering, because a machine may be taken away before its output is flushed."""
     print(*words, sep=sep, end=end, flush=True)

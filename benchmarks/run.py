@@ -1,4 +1,4 @@
-"""One mode at one shape: set up every provider, check it, measure its memory, then time all that are left together."""
+"""One mode at one shape: sets up every provider, checks it, measures its memory, then times all that work together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .report import Environment, Row, say, table
 from .shapes import Shape
 from .timing import Timing, launch_to_return, time_steps
 
-# Above these the numbers are someone else's gradient: said in the row, timed all the same.
+# Errors above these mean a wrong result. The row says so, and the provider is timed all the same.
 WRONG = {"loss": 1e-2, "dx": 5e-2, "dw": 5e-2}
 
 
-HOST_SHOWS_MS = 5.0  # a longer step hides what the host does
+HOST_SHOWS_MS = 5.0  # longer steps hide the host's time
 
 
 class Settings(NamedTuple):
@@ -32,14 +32,14 @@ class Settings(NamedTuple):
     rounds: int
     ms: float
     seed: int
-    ignored: float = IGNORED  # share of the tokens
+    ignored: float = IGNORED  # share of ignored tokens
     prior: str = PRIORS[0]
     sigma: float = SIGMA
-    trained: Path | None = None  # operands from this file instead
+    trained: Path | None = None  # a file with the operands
 
 
 class LostDevice(RuntimeError):
-    """A provider left the CUDA context unusable: nothing more can run in this process."""
+    """A provider has made the CUDA context unusable, so nothing more can run in this process."""
 
     def __init__(self, provider: str, rows: list[Row]):
         super().__init__(f"{provider} left the GPU unusable")
@@ -59,7 +59,7 @@ def measure(
 ) -> list[Row]:
     device = settings.device
     gc.collect()
-    gc.freeze()  # else each of the collections below takes a quarter of a second, for what the libraries hold
+    gc.freeze()  # otherwise each of the collections below takes a quarter of a second for objects of the libraries
     data: dict[str, Any] = {"seed": settings.seed, "ignored": settings.ignored}
     if settings.trained:
         problem = load_problem(settings.trained, dtype=settings.dtype, device=device, **data)
@@ -99,7 +99,7 @@ def measure(
         if not _device_is_alive(device):
             raise LostDevice(name, list(rows.values()))
 
-    # A copy of the dictionary: failed() takes out of it, and a step that failed must not keep its memory.
+    # A copy of the dictionary, because failed() removes entries, and a failed step must not keep its memory.
     timings = time_steps(
         dict(steps), device=device, rounds=settings.rounds, ms=settings.ms, seed=settings.seed, on_failure=failed
     )
@@ -114,7 +114,7 @@ def measure(
 
 
 def one_compilation_per_shape() -> None:
-    """Past its limit of recompilations torch.compile runs eagerly without a word; a run has many shapes and modes."""
+    """After its limit of recompilations torch.compile silently runs eagerly, and a run has many shapes and modes."""
     import torch._dynamo
 
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
@@ -130,7 +130,7 @@ def note_time(row: Row, timing: Timing, floor: Timing | None, tflop: float) -> N
 
 
 def set_up(name: str, problem: Problem, mode: Mode, reference: Reference, row: Row) -> Step:
-    """First call on poisoned memory, its errors, the peak of a warm call."""
+    """The first call on poisoned memory, its errors, and the peak of a warm call."""
     step = providers.provide(name, problem, mode)
     row.version = providers.version(name)
     device = problem.input.device
@@ -193,7 +193,7 @@ def reason_of(error: Exception) -> str:
 
 
 def tidy(problem: Problem) -> None:
-    """What the last provider left: its gradients, and the frames a traceback may hold."""
+    """Frees what the last provider left: its gradients, and the frames that a traceback may hold."""
     problem.clear_gradients()
     gc.collect()
 

@@ -1,11 +1,12 @@
-"""The mode "soft64": a teacher's 64 likeliest classes a token, with their probabilities (top-k distillation).
+"""The mode "soft64": the teacher's 64 most probable classes for each token, with their probabilities (top-k
+distillation).
 
-N tokens, K classes of each. The teacher's logits are the problem's with noise; its K probabilities add up to less than
-1 (0.8 to 0.9 of these problems), and the mean of
+N tokens, K classes of each. The teacher's logits are the problem's logits with noise. Its K probabilities add up to
+less than 1 (0.8 to 0.9 in these problems). The loss is the mean, over the valid tokens, of
 
     loss_i = -sum_k q_ik log p_i(y_ik)
 
-is over the valid tokens.
+with q the teacher's probabilities and p the student's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 from .data import IGNORE_INDEX, Problem, SoftTargets
 
 CLASSES = 64
-NOISE = 0.5  # standard deviation of the teacher's logits from the problem's
+NOISE = 0.5  # standard deviation between the teacher's logits and the problem's
 
 
 @torch.no_grad()
 def targets_of(problem: Problem) -> SoftTargets:
-    """The same whenever it is asked for."""
+    """The same targets at every call."""
     if problem.soft is None:
         device = problem.input.device
         generator = torch.Generator(device=device).manual_seed(problem.seed + 1)

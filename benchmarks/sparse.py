@@ -1,12 +1,12 @@
-"""`python -m benchmarks.sparse`: a sparse gradient by what the data are: time, errors, and how many entries it keeps.
+"""`python -m benchmarks.sparse`: a sparse gradient for different data: time, errors, and how many entries it keeps.
 
     python -m benchmarks.sparse                                      # 14 problems, two shapes
-    python -m benchmarks.sparse --data trained:trained.safetensors   # a model's hidden states besides, first
+    python -m benchmarks.sparse --data trained:trained.safetensors   # first with a trained model's hidden states
     python -m benchmarks.sparse --shapes 8x8x300 --device cpu --providers 'ours*'
 
-The context noise of data.py decides on the loss, and so on the entries: a model's early in training, later, and of text
-that it nearly knows. A flat prior is a model before training. Written to results/GPU/sparse.csv, whole after every
-problem.
+The context noise of data.py decides the loss, and so the number of entries. The three values stand for a model early in
+training, a later one, and text that the model nearly knows. A flat prior is a model before training. The results go to
+results/GPU/sparse.csv, which is complete after every problem.
 
 N tokens, D hidden, V vocabulary.
 """
@@ -32,15 +32,16 @@ from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 
 SHAPES = "8192x4096x128256,8192x1024x50304"
-NOISE = (1.75, 6.0, 16.0)  # losses of about 6.6, 2.0 and 0.5
+NOISE = (1.75, 6.0, 16.0)  # for losses of about 6.6, 2.0 and 0.5
 FLAT = 1.0
 PROVIDERS = "floor,ours,ours_sparse_*,ours_drop_12,ours_tiles_*,torch_compile,cce,cce_kahan_full_c"
-SAMPLE = 512  # tokens that entries are counted of
+SAMPLE = 512  # tokens whose entries are counted
 
 
 @dataclass
 class SparseRow(Row):
-    entries_10: float | None = None  # that a token keeps in the mean, drawn one by one at 2^-10; and at 2^-12
+    # mean number of entries that a token keeps, with independent draws, at 2^-10; and at 2^-12
+    entries_10: float | None = None
     entries_12: float | None = None
 
 
@@ -61,7 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def problems(options: argparse.Namespace) -> list[tuple[Shape, dict]]:
-    """Shapes and what Settings say of the data; what users have first, should the time run out."""
+    """The shapes and the data's settings, the most common ones first, in case the time runs out."""
     found: list[tuple[Shape, dict]] = [(shape_of(path), {"trained": path}) for path in options.data]
     shapes = parse_shapes(options.shapes)
     for prior in (PRIORS[1], PRIORS[0]):

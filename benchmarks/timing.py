@@ -1,8 +1,9 @@
-"""Steady-state time of several steps, measured against each other in one process.
+"""Steady-state times of several steps, measured against each other in one process.
 
-A kernel timed after a light neighbour runs on a cooler, faster card: one call at a time, or always in the same order,
-moves the same code by 15 %. So each step runs back to back for `ms` milliseconds a round, the first third of which is
-dropped, and the order is shuffled every round. CUDA events between the calls keep the host out of the numbers.
+A kernel timed after a light neighbour runs on a cooler, faster card. Timing one call at a time, or always in the same
+order, changes the time of the same code by 15 %. So each step runs back to back for `ms` milliseconds in a round. The
+first third of them is dropped, and the order is shuffled in every round. CUDA events between the calls exclude the
+host's time.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import torch
 
 from .modes import Step
 
-MAX_CALLS = 2000  # a round of very short steps: bounded by the number of events held
-CALLS_AHEAD = 60  # a stream holds 1024 launches that have not begun
+MAX_CALLS = 2000  # in a round of very short steps: bounds the number of events held
+CALLS_AHEAD = 60  # a stream can hold 1024 launches that have not begun
 
 
 class Timing(NamedTuple):
-    ms: float  # median over every kept call of every round
-    spread: float  # (slowest - fastest round) / median: a smaller difference between two providers is noise
+    ms: float  # median over all calls that are kept
+    spread: float  # (slowest - fastest round) / median: smaller differences between two providers are noise
 
 
 def _call_times_cuda(step: Step, calls: int, ahead_ms: float) -> list[float]:
     if ahead_ms:
         calls = min(calls, CALLS_AHEAD)
-        from .busy_device import keep_busy  # of Triton, which the times on a CPU do without
+        from .busy_device import keep_busy  # imports Triton, which times on a CPU do not need
 
         keep_busy(ahead_ms)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
@@ -52,7 +53,7 @@ def _call_times_cpu(step: Step, calls: int, _: float) -> list[float]:
 
 
 def launch_to_return(step: Step, calls: int = 60) -> float:
-    """The host's part in microseconds, median. One step at a time: behind a full queue the host would wait."""
+    """The host's part in microseconds, median. Steps run one at a time: behind a full queue the host would wait."""
     times = []
     for _ in range(calls):
         torch.cuda.synchronize()
@@ -73,10 +74,10 @@ def time_steps(
     ahead_ms: float = 0.0,
     on_failure: Callable[[str, Exception], None],
 ) -> dict[str, Timing]:
-    """A step that fails here is reported through on_failure and left out; the others go on.
+    """A step that fails is reported through on_failure and left out. The others continue.
 
-    With ahead_ms the GPU first waits so long in each round, and the host, if no step waits for the GPU, gets ahead of
-    it by that: what it takes to launch short steps is not in their times then, as in a training step.
+    With ahead_ms, the GPU first waits this long in each round, and the host gets ahead of it, unless a step waits for
+    the GPU. Then the times exclude the launches of short steps, as in a training step.
     """
     call_times = _call_times_cuda if device.type == "cuda" else _call_times_cpu
     order, shuffle = list(steps), random.Random(seed)

@@ -1,16 +1,16 @@
-"""`python -m benchmarks.trained FILE`: hidden states, head and targets of a language model trained for some minutes.
+"""`python -m benchmarks.trained FILE`: hidden states, head and targets of a language model trained for a few minutes.
 
     python -m benchmarks.trained trained.safetensors --minutes 4 --compile      # on a GPU; then
     python -m benchmarks --data trained:trained.safetensors --modes fwd_bwd
 
-    text          what any Python installation has: the sources, their docstrings with them, of the standard library and
-                  the installed packages; or the files and folders of --text. A text that occurs twice counts once.
+    text          of any Python installation: the sources, with docstrings, of the standard library and the installed
+                  packages; or the files and folders of --text. A text that occurs twice counts once.
     tokens        byte-pair encoding trained on that text: ids in the order of the merges, frequent ones first
-    model         the Llama of llama.py: float32 parameters under bf16 autocast, its loss flce_ops's own
+    model         the Llama of llama.py: float32 parameters under bf16 autocast, with flce_ops' loss
     operands      from documents that training never saw: input (N, D), linear_weight (V, D) in bf16, target (N,) int64
 
-The seed fixes the order of the documents, the first weights and the batches. The learning rate follows the clock, or
-with --steps the steps: a run that reaches those is the same again, up to the order in which kernels add.
+The seed fixes the order of the documents, the initial weights and the batches. The learning rate follows the clock, or
+with --steps the steps. A run that reaches all its steps is reproducible, except for the order in which kernels add.
 
 B sequences of T tokens, N tokens of operands, D hidden, V vocabulary.
 """
@@ -34,19 +34,19 @@ from .data import TRAINED
 from .llama import Llama, LlamaSize
 from .report import environment, say
 
-WARMUP, LAST_RATE = 0.05, 0.1  # shares of the run, and of the highest learning rate
-LOGGED = 20  # steps
+WARMUP, LAST_RATE = 0.05, 0.1  # shares: of the run, and of the highest learning rate
+LOGGED = 20  # steps between log lines
 
 
 def windows(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(B, T) tokens from each start on, and what follows each of them."""
+    """(B, T) tokens from each start on, and the token that follows each."""
     places = starts.to(tokens.device)[:, None] + torch.arange(length + 1, device=tokens.device)
     found = tokens[places].long()
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
 
 def learning_rate(progress: float, highest: float) -> float:
-    """Linear up, then a cosine down; progress in [0, 1]."""
+    """Rises linearly, then falls as a cosine; progress is in [0, 1]."""
     if progress < WARMUP:
         return highest * max(progress, 1e-3) / WARMUP
     falling = (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))) / 2
@@ -62,9 +62,10 @@ def train(
     steps: int | None,
     highest: float,
     seed: int,
-    log: Callable[[int, float], None] | None = None,  # every LOGGED steps and at the end: step, mean loss since then
+    # called every LOGGED steps and at the end, with the step and the mean loss since the last call
+    log: Callable[[int, float], None] | None = None,
 ) -> tuple[int, float]:
-    """Ends with the seconds or the steps, whichever come first. Returns the steps and a mean of the last losses."""
+    """Ends after `seconds` or `steps`, whichever comes first. Returns the steps, and a mean of the last losses."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=tokens.is_cuda or None)
     recent: list[Tensor] = []
@@ -74,7 +75,7 @@ def train(
         progress = step / steps if steps else spent / seconds
         last = progress >= 1 or spent >= seconds
         if recent and (last or step % LOGGED == 0):
-            loss = torch.stack(recent).mean().item()  # waits for the GPU: the clock counts what it has done
+            loss = torch.stack(recent).mean().item()  # waits for the GPU, so that the clock counts finished work
             recent.clear()
             if log:
                 log(step, loss)
@@ -98,7 +99,7 @@ def train(
 
 @torch.no_grad()
 def operands(model: Llama, tokens: Tensor, size: LlamaSize, count: int) -> dict[str, Tensor]:
-    """Of `count` held-out tokens, in sequences as long as training's, spread evenly."""
+    """The operands of `count` held-out tokens, in evenly spread sequences of the training length."""
     sequences = -(-count // size.context)
     starts = torch.linspace(0, tokens.shape[0] - size.context - 1, sequences, dtype=torch.float64).long()
     hidden, targets = [], []
@@ -127,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("file", type=Path, help="to write, *.safetensors")
     parser.add_argument("--text", type=Path, nargs="+", default=None, help="files and folders instead of the sources")
     parser.add_argument("--megabytes", type=float, default=256, help="of text, at most")
-    # 192 * 256 by default: every peer takes it. 50257 is GPT-2's.
+    # The default, 192 * 256, is accepted by every peer. 50257 is GPT-2's.
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

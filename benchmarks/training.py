@@ -1,17 +1,17 @@
-"""`python -m benchmarks.training --out DIR`: a small GPT trained with exact and with sparse gradients of its head.
+"""`python -m benchmarks.training --out DIR`: trains a small GPT with exact and with sparse gradients of its head.
 
     python -m benchmarks.training --gpus 3 --compile --text FOLDER FILE       # 21 runs of 1,600 steps: eight minutes
     python -m benchmarks.training --compile --settings exact,unbiased_10 --seeds 0
 
 training.csv            a run: its losses on held-out text, of all tokens and of rare ones, and the time of a step
-training_curves.csv     a point of a run every 20 steps: training loss; now and then held-out losses, and how many
-                        entries of a row of softmax - onehot an unbiased gradient would keep at 2^-8, 2^-10, 2^-12
+training_curves.csv     a point of a run every 20 steps: the training loss. Some points have held-out losses, and how
+                        many entries of a row of softmax - onehot an unbiased gradient would keep at 2^-8, 2^-10, 2^-12
 training_counts.csv     held-out losses of a run by how often the class occurs in the training text
 
-The text is made into tokens once; then each GPU takes one run after the other, all settings of a seed before the next
-seed, each in a process of its own: one that dies is a row with a reason. The CSVs are written after every run. Once
---budget-s is spent, what runs is ended and what has not begun is left out, both with their reason; the same command
-with --resume goes on with those.
+The text is encoded once. Then each GPU takes one run after the other, with all settings of a seed before the next seed.
+Each run is a process of its own; one that dies becomes a row with a reason. The CSVs are written after every run. When
+--budget-s is over, running processes are ended and the remaining runs are left out, both with their reason. The same
+command with --resume continues with these.
 
 B sequences of T tokens, D hidden, V vocabulary.
 """
@@ -37,7 +37,7 @@ from .report import Environment, Report, environment, say
 from .trained import size_of
 from .training_run import SETTINGS, Run, run
 
-LAST_S = 10  # of a run's time, for its held-out losses at the end
+LAST_S = 10  # seconds reserved for the held-out losses at the end of a run
 
 
 @dataclass
@@ -50,11 +50,11 @@ class RunRow(Environment):
     step_tokens: int
     parameters: int | None = None
     steps: int | None = None
-    step_ms: float | None = None  # median; the whole step of the model
-    loss: float | None = None  # of the last steps' batches
+    step_ms: float | None = None  # median, of the whole model's step
+    loss: float | None = None  # mean over the batches of the last steps
     held_out_loss: float | None = None
-    rare_loss: float | None = None  # of the classes that hold the rarest tenth of the training tokens
-    rarest_loss: float | None = None  # the rarest hundredth
+    rare_loss: float | None = None  # for the classes that hold the rarest tenth of the training tokens
+    rarest_loss: float | None = None  # for the rarest hundredth
     reason: str = ""  # why a number is missing
 
 
@@ -63,11 +63,11 @@ class CurveRow(Environment):
     setting: str
     seed: int
     step: int
-    loss: float | None = None  # mean since the point before
+    loss: float | None = None  # mean since the last point
     held_out_loss: float | None = None
     rare_loss: float | None = None
     rarest_loss: float | None = None
-    entries_8: float | None = None  # of a row, in the mean
+    entries_8: float | None = None  # entries of a row, on average
     entries_10: float | None = None
     entries_12: float | None = None
 
@@ -76,7 +76,7 @@ class CurveRow(Environment):
 class CountRow(Environment):
     setting: str
     seed: int
-    least_count: int  # in the training text, up to ten times this
+    least_count: int  # occurrences in the training text; a group ends at ten times this
     classes: int
     tokens: int  # held out
     held_out_loss: float | None
@@ -113,7 +113,7 @@ class Reports:
 
 
 def serve(chosen: Run, device: torch.device, seconds: float, sender: multiprocessing.connection.Connection) -> None:
-    """The process of a run."""
+    """The process of one run."""
     try:
         run(chosen, device, seconds, sender.send)
     except Exception as error:
@@ -121,7 +121,7 @@ def serve(chosen: Run, device: torch.device, seconds: float, sender: multiproces
 
 
 def take(chosen: Run, device: torch.device, deadline: float) -> tuple[list[dict], dict, str]:
-    """Points of the curve, what the run came to, and the reason where that is nothing."""
+    """Returns the points of the curve, the results of the run, and a reason if there are none."""
     left = deadline - time.monotonic()
     if left < 2 * LAST_S:
         return [], {}, "time budget spent"
@@ -129,7 +129,7 @@ def take(chosen: Run, device: torch.device, deadline: float) -> tuple[list[dict]
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(chosen, device, left - LAST_S, sender))
     process.start()
-    sender.close()  # so that the process's end is the end of the pipe
+    sender.close()  # so that the pipe ends when the process does
     points: list[dict] = []
     reason = "time budget spent"
     try:

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.training_plot CSV`: a PNG of what `python -m benchmarks.training` wrote, and of nothing else.
+"""`python -m benchmarks.training_plot CSV`: a PNG from what `python -m benchmarks.training` wrote, and from nothing
+else.
 
-Left: training loss, a line a run. Middle: what it is above that of the exact run of the same seed, so on the same
-batches, a line a setting: the mean over seeds and over 100 steps. Right: the same of held-out losses at the end, a dot
-a run, over all tokens and over those of rare classes; grey: the range of the exact runs themselves, about their mean.
+Left: the training loss, one line for each run. Middle: its difference from the exact run of the same seed, which has
+the same batches, one line for each setting: the mean over seeds and over 100 steps. Right: the same for held-out losses
+at the end, one dot for each run, over all tokens and over rare classes. Grey is the range of the exact runs about their
+mean.
 """
 
 from __future__ import annotations

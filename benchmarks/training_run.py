@@ -1,15 +1,15 @@
 """One training run of `python -m benchmarks.training`: a setting of the head's gradient and a seed.
 
-The same seed gives the same first weights and batches in every setting; the loss is exact in all of them, so what
-differs is the gradient of the head's input and weight.
+The same seed gives the same initial weights and batches in every setting. The loss is exact in all settings, so only
+the gradients of the head's input and weight differ.
 
     exact                                   linear_cross_entropy
-    unbiased_12, unbiased_10, unbiased_8    the same with gradient_threshold 2^-12, 2^-10, 2^-8, a fresh seed a step
-    cce                                     Apple's cut cross-entropy, its filter as it comes
+    unbiased_12, unbiased_10, unbiased_8    with gradient_threshold 2^-12, 2^-10, 2^-8, and a new seed in each step
+    cce                                     Apple's cut cross-entropy with its default filter
     tiles_12, drop_12                       linear_cross_entropy with that filter; with entries below 2^-12 dropped
 
-Rare are the classes that hold the rarest tenth of the training tokens, rarest those of the rarest hundredth; the losses
-of both are means over the held-out tokens of these classes.
+Rare classes are those that hold the rarest tenth of the training tokens, rarest classes those that hold the rarest
+hundredth. Their losses are means over the held-out tokens of these classes.
 
 B sequences of T tokens, N tokens, D hidden, V vocabulary.
 """
@@ -40,19 +40,19 @@ SETTINGS: dict[str, dict[str, object]] = {  # options of linear_cross_entropy
     "tiles_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "tiles"},
     "drop_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "drop"},
 }
-RARE, RAREST = 0.1, 0.01  # of the training tokens
-COUNTS = (0, 10, 100, 1000, 10_000, 100_000)  # in the training text: where groups of classes begin
+RARE, RAREST = 0.1, 0.01  # shares of the training tokens
+COUNTS = (0, 10, 100, 1000, 10_000, 100_000)  # occurrences in the training text at which groups of classes begin
 THRESHOLDS = (-8, -10, -12)
 COUNTED_ROWS = 1024  # held-out tokens whose kept entries are counted
 
 
 class Trainee(nn.Module):
-    """forward(tokens, target) -> mean loss, the head's gradient as the setting has it."""
+    """forward(tokens, target) -> mean loss. The head's gradient follows the setting."""
 
     def __init__(self, model: Llama, setting: str, draws: Tensor) -> None:
         super().__init__()
         self.model, self.setting = model, setting
-        self.draws = draws  # () int64: another number in every step
+        self.draws = draws  # () int64: another number in each step
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
         # rounded here, so that all settings start from the same operands
@@ -69,7 +69,7 @@ class Trainee(nn.Module):
 
 
 class Rarity(NamedTuple):
-    """Of classes, by how often they occur in the training text."""
+    """Classes by how often they occur in the training text."""
 
     counts: Tensor  # (V,) int64
     rare: Tensor  # (V,) bool
@@ -84,13 +84,14 @@ class Rarity(NamedTuple):
 def rarity_of(tokens: Tensor, vocabulary: int) -> Rarity:
     counts = torch.bincount(tokens, minlength=vocabulary)
     ordered, classes = counts.sort(stable=True)
-    share = (ordered.cumsum(0) / tokens.shape[0])[classes.argsort()]  # of the tokens, up to and with the class
+    # share of the tokens up to and including the class
+    share = (ordered.cumsum(0) / tokens.shape[0])[classes.argsort()]
     return Rarity(counts, share <= RARE, share <= RAREST)
 
 
 @torch.no_grad()
 def held_out_losses(model: Llama, tokens: Tensor, size: LlamaSize, most: int) -> tuple[Tensor, Tensor]:
-    """Of each token in sequences side by side, up to `most`: loss and target, (N,) each."""
+    """The loss and target of each token, (N,) each, in consecutive sequences, up to `most` tokens."""
     sequences = max(1, min(tokens.shape[0] - 1, most) // size.context)
     losses, targets = [], []
     for starts in (torch.arange(sequences) * size.context).split(size.sequences):
@@ -114,15 +115,15 @@ class Run(NamedTuple):
     size: LlamaSize
     steps: int
     rate: float  # the highest learning rate
-    evaluate: int  # steps between held-out losses
-    held_out: int  # tokens, at most
+    evaluate: int  # steps between measurements of the held-out losses
+    held_out: int  # the most held-out tokens
     compile: bool
-    operands: Path | None  # folder for the head's operands, before training and after
+    operands: Path | None  # folder for the head's operands before and after training
     operand_rows: int
 
 
 def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict], None]) -> None:
-    """Sends a point of the curve every LOGGED steps, then what the run came to."""
+    """Sends a point of the curve every LOGGED steps, then the results of the run."""
     from safetensors.torch import load_file
 
     if device.type == "cuda":
@@ -156,7 +157,7 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
 
     keep_operands("initial")
     send({"step": 0} | losses_by_rarity() | entries())
-    times: list[float] = []  # seconds a step
+    times: list[float] = []  # seconds of each step
     at, since = 0, time.perf_counter()
 
     def log(step: int, loss: float) -> None:

@@ -1,12 +1,12 @@
-"""A vocabulary-parallel step, in several ways, against its ideal: part of benchmarks.distributed.
+"""A vocabulary-parallel step, in several ways, against its ideal: a part of benchmarks.distributed.
 
 One step = loss, d input, d weight:
 
-    ours              weight Shard(0), tokens replicated; forward O(N) numbers, backward one all_reduce of d input
+    ours              weight Shard(0), tokens replicated; O(N) numbers in forward, one all_reduce of d input in backward
     ours_sequence     the same with tokens sharded: all_gather of the input, reduce_scatter of its gradient
     loss_parallel     torch: F.linear into sharded logits, F.cross_entropy in torch's loss_parallel, logits as float32
-    gather_weight     tokens sharded, the weight gathered and its gradient scattered around our loss
-    ideal             bare GEMMs of one rank (logits, d input, d weight) + bytes over the bandwidth measured here
+    gather_weight     tokens sharded; the weight is gathered and its gradient scattered around this package's loss
+    ideal             bare GEMMs of one rank (logits, d input, d weight) + bytes divided by the bandwidth measured here
 
 D hidden, N tokens, V vocabulary, R ranks.
 """
@@ -46,10 +46,10 @@ class VocabularyRow(Environment):
     ideal_ms: float | None = None  # gemm_ms + communication_ms
     gemm_ms: float | None = None  # three GEMMs of one rank
     communication_ms: float | None = None  # bytes / bandwidth
-    all_reduce_GBps: float | None = None  # bus bandwidth, of 256 MiB
-    peak_MiB: float | None = None  # beyond weight and input, largest over ranks
+    all_reduce_GBps: float | None = None  # bus bandwidth with 256 MiB
+    peak_MiB: float | None = None  # beyond weight and input, the largest over ranks
     loss: float | None = None
-    grad_norm: float | None = None  # of the input's gradient
+    grad_norm: float | None = None  # norm of the input's gradient
     reason: str = ""
 
 
@@ -107,7 +107,7 @@ class VocabularyProblem:
         return input.grad.full_tensor().float().norm().item()
 
     def gemms(self) -> dict[str, Callable[[], object]]:
-        """The three GEMMs of one rank on full-size operands."""
+        """The three GEMMs of one rank, on full-size operands."""
         x, w = self.input.to_local().detach(), self.weight.to_local().detach()
         gradient = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device).normal_()
         out = torch.empty_like(gradient)
@@ -119,7 +119,7 @@ class VocabularyProblem:
 
 
 def bus_bandwidth(clock: Clock, mib: int) -> float | None:
-    """Bytes per second that an all_reduce moves through each rank; None on one rank."""
+    """Bytes per second that an all_reduce moves through each rank; None with one rank."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return None
@@ -129,7 +129,7 @@ def bus_bandwidth(clock: Clock, mib: int) -> float | None:
 
 
 def communication_seconds(shape: Shape, ranks: int, itemsize: int, bandwidth: float | None) -> float:
-    """all_gather of two float32 per token and rank, all_reduce of (N, D)."""
+    """all_gather of two float32 for each token and rank, and all_reduce of (N, D)."""
     if bandwidth is None:
         return 0.0
     share = (ranks - 1) / ranks

@@ -1,4 +1,6 @@
-"""A small Llama under FSDP2, the same work per GPU, its head by us or by F.cross_entropy: of benchmarks.distributed."""
+"""A small Llama under FSDP2 with the same work for each GPU, its head by this package or F.cross_entropy: for
+benchmarks.distributed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class WeakScalingRow(Environment):
     parameters_M: float
     ms: float | None = None
     spread: float | None = None
-    tokens_per_s: float | None = None  # of all ranks
+    tokens_per_s: float | None = None  # over all ranks
     tokens_per_s_per_rank: float | None = None
     peak_MiB: float | None = None
     loss: float | None = None

@@ -1,4 +1,4 @@
-"""Random crops of one long token sequence: the same seed gives the same batches."""
+"""Random crops of one long token sequence. The same seed gives the same batches."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ class Batches:
         self.batch, self.context, self.device = batch, context, device
         self.generator = torch.Generator().manual_seed(seed)
 
-    def next(self) -> tuple[Tensor, Tensor]:  # tokens (B, T), and each one's successor (B, T)
+    def next(self) -> tuple[Tensor, Tensor]:  # tokens (B, T), and the token after each (B, T)
         starts = torch.randint(len(self.ids) - self.context, (self.batch, 1), generator=self.generator)
         crops = self.ids[starts + torch.arange(self.context + 1)]
         return crops[:, :-1].to(self.device), crops[:, 1:].contiguous().to(self.device)

@@ -1,4 +1,4 @@
-"""A torch.compile backend that keeps the names of what it was given before it hands the graph on."""
+"""A torch.compile backend that records the operators of each graph before it passes the graph on."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from torch._dynamo import lookup_backend
 
 
 class RecordingBackend:
-    """`torch.compile(f, backend=RecordingBackend("inductor"))`; `.graphs` has one set of operator names a graph."""
+    """`torch.compile(f, backend=RecordingBackend("inductor"))`. `.graphs` has the operator names of each graph."""
 
     def __init__(self, backend: str) -> None:
         self.compile_graph = lookup_backend(backend)
@@ -24,7 +24,9 @@ class RecordingBackend:
 
 
 def inductor_or_without(device: torch.device) -> str:
-    """ "inductor", or on a CPU without what its C++ code needs: "aot_eager", the same graphs run by ATen. Says so."""
+    """Returns "inductor". On a CPU without a C++ compiler for its code it returns "aot_eager", where ATen runs the same
+    graphs, and says so.
+    """
     if device.type != "cpu":
         return "inductor"
     missing = []

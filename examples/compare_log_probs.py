@@ -1,13 +1,14 @@
-"""Two sets of log-probabilities of the same tokens, a trainer's and an engine's: do they agree, and where do they part?
+"""Compares two sets of log-probabilities of the same tokens, a trainer's and an engine's: do they agree, and where do
+they differ?
 
-    python -m examples.compare_log_probs trainer.pt engine.pt     # of torch.save: (N,) or (B, T), nan where no token is
-    python -m examples.compare_log_probs                          # of a toy head, whose engine rounds its logits
+    python -m examples.compare_log_probs trainer.pt engine.pt     # from torch.save: (N,) or (B, T), nan for no token
+    python -m examples.compare_log_probs                          # a toy head, whose engine rounds its logits
 
-Positions are columns of (B, T). What a difference looks like says where it comes from:
+Positions are columns of (B, T). The pattern of the differences shows their cause:
 
-    of one sign, the engine's larger        the engine renormalised over top-k or top-p, the trainer over all classes
+    of one sign, the engine's larger        the engine renormalised over top-k or top-p, the trainer uses all classes
     proportional to the log-probability     another temperature
-    growing along the sequence              not the head: attention or the cache, a token of other ids
+    growing along the sequence              not the head: attention or the cache, or a token with another id
     around 0 everywhere                     rounding: logits in bfloat16 are off by 1e-2, in float32 by 1e-5
 """
 
@@ -24,27 +25,27 @@ import flce_ops
 
 # B sequences, T tokens of each, D hidden, V vocabulary
 
-PARTED = 1e-3  # nats: more than float32 logits differ by, less than bfloat16's
-RATIOS = (0.9, 1.1)  # of probabilities; what a policy loss would clip is wider
-SIGN = 0.9  # share of the differences on one side that is no accident
-GROWTH = 3.0  # of the mean difference from the first to the last quarter
+PARTED = 1e-3  # nats: more than float32 logits differ by, less than bfloat16 logits do
+RATIOS = (0.9, 1.1)  # of probabilities; a policy loss clips at wider bounds
+SIGN = 0.9  # share of the differences of one sign that is no accident
+GROWTH = 3.0  # of the mean difference, from the first to the last quarter
 ROUNDING = 0.1  # nats
 
 
 @dataclass
 class Comparison:
-    """Of engine - trainer, in nats, over the tokens that both have."""
+    """Statistics of engine - trainer, in nats, over the tokens that both have."""
 
     tokens: int
-    equal: float  # share of the tokens whose bits are the same
-    mean: float  # of the absolute differences
+    equal: float  # share of the tokens with identical bits
+    mean: float  # mean absolute difference
     largest: float
     outside: float  # share of the tokens whose ratio of probabilities is outside of RATIOS
-    above: float  # share of the differences that are positive, of those that are not 0
-    slope: float  # of the engine's against the trainer's, through 0: the trainer's temperature over the engine's
-    left: float  # mean absolute difference that this slope leaves
-    growth: float  # mean absolute difference of the last quarter of positions over that of the first
-    first: tuple[int, ...] | None  # of the tokens that differ by more than PARTED
+    above: float  # share of the nonzero differences that are positive
+    slope: float  # regression of the engine's on the trainer's, through 0: the trainer's temperature over the engine's
+    left: float  # mean absolute difference from that regression
+    growth: float  # mean absolute difference of the last quarter of positions, relative to the first
+    first: tuple[int, ...] | None  # index of the first token that differs by more than PARTED
 
 
 def compare(trainer: Tensor, engine: Tensor) -> Comparison:
@@ -79,7 +80,7 @@ def compare(trainer: Tensor, engine: Tensor) -> Comparison:
 
 
 def reading(found: Comparison) -> str:
-    """What such differences mostly come from."""
+    """The usual cause of such differences."""
     if found.largest == 0.0:
         return "the same bits"
     if found.largest <= PARTED:
@@ -109,7 +110,7 @@ def report(found: Comparison) -> str:
 
 
 def toy() -> tuple[Tensor, Tensor]:
-    """(B, T) each: linear_log_probs of a float32 copy of bfloat16 operands, and a head that rounds its logits."""
+    """(B, T) each: linear_log_probs on a float32 copy of bfloat16 operands, and a head that rounds its logits."""
     B, T, D, V = 4, 64, 256, 4000
     hidden, weight = torch.randn(B, T, D).bfloat16(), (0.25 * torch.randn(V, D)).bfloat16()
     tokens = torch.randint(V, (B, T))

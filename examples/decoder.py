@@ -1,4 +1,5 @@
-"""The small GPT of examples/gpt.py without its head: tokens to hidden states, and the weight that its head shares.
+"""The small GPT of examples/gpt.py without its head: from tokens to hidden states, and the weight that the head shares.
+# B batch, T tokens of one sequence, D hidden, V vocabulary
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 """
@@ -19,6 +20,6 @@ class Decoder(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, D)
-        # scaled to the blocks' own magnitude, as in examples/gpt.py
+        # scaled to the magnitude of the blocks, as in examples/gpt.py
         x = self.token(tokens) * self.token.embedding_dim**0.5 + self.position[: tokens.shape[1]]
         return self.norm(self.blocks(x))

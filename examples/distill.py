@@ -1,10 +1,10 @@
-"""Distillation: a student learns the teacher's distribution over the vocabulary; the logits of neither are held.
+"""Distillation: a student learns the teacher's distribution over the vocabulary. The logits of neither model are held.
 
     python -m examples.distill [--steps 30] [--kind forward|reverse|jsd] [--temperature 2]
 
     loss = share * temperature^2 * KL(teacher || student at the temperature) + (1 - share) * cross-entropy of the text
 
-The teacher, three times as wide as the student, is first trained on the text for a moment.
+The teacher is three times as wide as the student, and is first trained on the text for a moment.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def distillation_loss(
         teacher_hidden.detach(),
         teacher_weight.detach(),
         kind=kind,
-        target=target,  # tokens ignored here are ignored there
+        target=target,  # tokens ignored in one loss are ignored in the other
         temperature=temperature,
     )
     text = flce_ops.linear_cross_entropy(hidden, linear_weight, target)

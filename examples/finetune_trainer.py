@@ -1,9 +1,9 @@
-"""Fine-tune a Transformers model under Trainer, its loss without logits: one line more than without.
+"""Fine-tunes a Transformers model with Trainer, with its loss computed without logits: one more line.
 
     pip install -e ".[transformers]"
     python -m examples.finetune_trainer [--steps 20] [--lora]      (--lora: pip install peft)
 
-A Llama with random weights stands for the checkpoint, Python's own language reference for the data.
+A Llama with random weights replaces the checkpoint, and Python's own language reference the data.
 """
 
 import argparse
@@ -34,14 +34,14 @@ def small_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def with_adapters(model: PreTrainedModel) -> torch.nn.Module:
-    """LoRA on the blocks; the head is frozen, so the operator leaves out its gradient's matrix product."""
+    """LoRA on the blocks. The head is frozen, so the operator skips the matrix product for its gradient."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"))
 
 
 def rows_of(ids: list[int], count: int) -> list[dict[str, list[int]]]:
-    """Every row answers a prompt of another length, whose tokens get no loss."""
+    """Every row has a prompt of another length, whose tokens get no loss."""
     rows = []
     for start in range(0, count * CONTEXT, CONTEXT):
         tokens = ids[start : start + CONTEXT]

@@ -19,7 +19,7 @@ def operator_head(hidden: Tensor, linear_weight: Tensor, target: Tensor) -> Tens
 
 
 def plain_head(hidden: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
-    logits = F.linear(hidden, linear_weight)  # (B, T, V): what the operator never holds
+    logits = F.linear(hidden, linear_weight)  # (B, T, V): the operator never holds these
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
@@ -51,7 +51,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:  # (B, T), (B, T) -> ()
-        # Scaled to the blocks' own magnitude, or the model first sits at the unigram loss: leaving that saddle point
-        # blows rounding differences up a thousandfold.
+        # Scaled to the magnitude of the blocks. Otherwise the model first stays at the unigram loss, and leaving that
+        # saddle point amplifies rounding differences a thousandfold.
         x = self.token(tokens) * self.token.embedding_dim**0.5 + self.position[: tokens.shape[1]]
         return self.head_loss(self.norm(self.blocks(x)), self.token.weight, target)

@@ -2,15 +2,15 @@
 
     python -m examples.grpo [--steps 20] [--temperature 1.0]
 
-Each step samples a group of completions per prompt, scores them, and takes a few clipped policy-gradient steps:
+Each step samples a group of completions for each prompt, scores them, and takes a few clipped policy-gradient steps:
 
     advantage  A = (reward - mean of the group) / std of the group
     ratio      r = exp(log_prob - old_log_prob)
     KL (k3)    k = exp(ref_log_prob - log_prob) - (ref_log_prob - log_prob) - 1
     loss       mean over completion tokens of  -min(r A, clip(r, 1 - eps, 1 + eps) A) + beta k
 
-`flce_ops.linear_log_probs` gives the three log-probabilities; the temperature is the one of sampling. The toy
-reward is the share of a completion's tokens that lie in the first half of the vocabulary.
+`flce_ops.linear_log_probs` computes the three log-probabilities, at the temperature of sampling. The toy reward is the
+share of a completion's tokens that are in the first half of the vocabulary.
 """
 
 import argparse
@@ -30,7 +30,7 @@ VOCAB = 64
 
 
 def log_probs_of(model: Decoder, tokens: Tensor, prompt: int, temperature: float) -> Tensor:  # (B, T) -> (B, T - 1)
-    """log p(token t + 1 | tokens to t) of the completion, 0 in the prompt."""
+    """log p(token t + 1 | tokens up to t) for the completion, 0 for the prompt."""
     target = tokens[:, 1:].clone()
     target[:, : prompt - 1] = IGNORE
     hidden = model(tokens[:, :-1])
@@ -44,7 +44,7 @@ def grpo_loss(
     old_log_probs: Tensor,  # (B, T - 1)
     reference_log_probs: Tensor,  # (B, T - 1)
     advantages: Tensor,  # (B,)
-    completion: Tensor,  # (B, T - 1), True where a token counts
+    completion: Tensor,  # (B, T - 1), True for tokens of the completion
     *,
     epsilon: float = 0.2,
     beta: float = 0.02,
@@ -62,7 +62,7 @@ def grpo_loss(
 def sample(model: Decoder, prompts: Tensor, length: int, temperature: float) -> Tensor:  # (B, prompt) -> (B, T)
     tokens = prompts
     for _ in range(length):
-        logits = F.linear(model(tokens)[:, -1], model.token.weight) / temperature  # one position: (B, V)
+        logits = F.linear(model(tokens)[:, -1], model.token.weight) / temperature  # logits of one position: (B, V)
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
     return tokens
 
@@ -78,7 +78,7 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:  # (B,) -> (B,)
 
 
 def main(steps: int = 20, *, temperature: float = 1.0, group: int = 8, updates: int = 2) -> list[float]:
-    """The mean reward of every step."""
+    """Returns the mean reward of every step."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompt, length = 4, 12

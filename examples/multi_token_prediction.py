@@ -1,4 +1,4 @@
-"""Multi-token prediction (Medusa heads): k heads predict the next k tokens, and no logits of any of them are held.
+"""Multi-token prediction (Medusa heads): k heads predict the next k tokens. The logits of none of them are held.
 
     python -m examples.multi_token_prediction [--steps 30] [--heads 3] [--own-weights]
 
@@ -6,8 +6,8 @@
     decoder ─────┼ branch 1 ─ (B, T, D) ┼─── linear_cross_entropy against the tokens 1, 2, ... k places on
                  └ branch 2 ─ (B, T, D) ┘
 
-With one weight for all heads, their hidden states are one input of k B T tokens and the loss is one call. With a weight
-each, it is k calls, of which each makes its gradients at once and leaves no logits for backward.
+If all heads share one weight, their hidden states are one input of k B T tokens, and the loss is one call. If each has
+its own weight, there are k calls. Each makes its gradients at once and leaves no logits for backward.
 """
 
 import argparse
@@ -27,7 +27,7 @@ IGNORE = -100
 
 
 class Branch(nn.Module):
-    """Medusa's residual block; it starts as the identity."""
+    """Medusa's residual block, which starts as the identity."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -58,18 +58,18 @@ class MultiTokenModel(nn.Module):
 
 
 def shifted_targets(tokens: Tensor, heads: int) -> Tensor:  # (B, T) -> (K, B, T)
-    """Head i predicts token t + 1 + i; the last places of a sequence have nothing to predict."""
+    """Head i predicts token t + 1 + i. The last positions of a sequence have nothing to predict."""
     shifted = [F.pad(tokens[:, 1 + i :], (0, 1 + i), value=IGNORE) for i in range(heads)]
     return torch.stack(shifted)
 
 
 def head_share(head: int) -> float:
-    """Farther tokens count less: Medusa's 0.8 ** i."""
+    """The weight of a head's loss: Medusa's 0.8 ** i, so later tokens count less."""
     return 0.8**head
 
 
 def one_weight(hiddens: Tensor, linear_weight: Tensor, targets: Tensor) -> Tensor:  # ()
-    """One call, in which the weight is read, and its gradient made, once for all heads."""
+    """One call: the weight is read once, and its gradient made once, for all heads."""
     counts = (targets != IGNORE).sum(dim=(1, 2))  # (K,)
     shares = torch.tensor([head_share(i) for i in range(len(targets))], device=targets.device)
     token_weight = (shares / counts)[:, None, None].expand(targets.shape)  # (K, B, T)
@@ -77,7 +77,7 @@ def one_weight(hiddens: Tensor, linear_weight: Tensor, targets: Tensor) -> Tenso
 
 
 def weight_each(hiddens: Tensor, weights: nn.ParameterList, targets: Tensor) -> Tensor:  # ()
-    """K calls; the gradients of each are made before the next begins."""
+    """K calls. The gradients of each are made before the next begins."""
     loss = hiddens.new_zeros(())
     for head, (hidden, weight, target) in enumerate(zip(hiddens, weights, targets, strict=True)):
         loss = loss + head_share(head) * flce_ops.linear_cross_entropy(hidden, weight, target)

@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def temporary_mib(call: Callable[[], object], device: torch.device) -> float:
-    """Most memory that `call` held at once, less what it leaves behind (its gradients): what comes and goes, in MiB."""
+    """The most memory that `call` held at once, minus what it leaves behind (its gradients), in MiB."""
     peak, left = _cuda(call) if device.type == "cuda" else _cpu(call)
     return (peak - left) / MIB
 
@@ -29,8 +29,10 @@ def _cuda(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def _cpu(call: Callable[[], object]) -> tuple[int, int]:
-    """The profiler's trace has every allocation (+) and release (-) on the CPU: their running sum has the peak."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints its start and stop
+    """The profiler's trace has every allocation (+) and release (-) on the CPU. The peak is the maximum of their
+    running sum.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints its start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = call()
     with tempfile.TemporaryDirectory() as folder:

@@ -2,10 +2,10 @@
 
     python -m examples.pretrain_loop [--steps 20] [--bf16]
 
-What is worth copying is `training_step`. The loss of every micro-batch is divided by the number of target tokens in the
-whole batch, so that the gradient is that of the batch however it is cut; averaging the averages of micro-batches with
-different numbers of tokens is not. Several ranks: all_reduce the count and divide it by the number of ranks where the
-gradients are averaged over them (examples/train_fsdp2_tp.py).
+`training_step` is the part worth copying. The loss of every micro-batch is divided by the number of target tokens in
+the whole batch, so that the gradient does not depend on how the batch is divided. (Averaging the means of micro-batches
+with different numbers of tokens would.) With several ranks whose gradients are averaged: all_reduce the count, and
+divide it by the number of ranks (examples/train_fsdp2_tp.py).
 """
 
 import argparse
@@ -58,7 +58,7 @@ def training_step(
 
 
 def micro_batches_of(batches: Batches, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Every sequence ends at a random place, as documents do: after it there is nothing to predict."""
+    """Every sequence ends at a random place, as documents do. After it there is nothing to predict."""
     made = []
     for _ in range(count):
         tokens, target = batches.next()

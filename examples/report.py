@@ -1,6 +1,6 @@
-"""The two CSV files of a run, and the plot and the table made from nothing but them.
+"""The two CSV files of a run, and the plot and the table, which are made only from these files.
 
-loss.csv    step, and a column of losses for each head
+loss.csv    a column for the step, and one of losses for each head
 heads.csv   head, tokens_per_s, temporary_MiB: a line for each head
 """
 
@@ -25,7 +25,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def plot(folder: Path) -> Path:
-    import matplotlib  # here, so that training itself does not need it
+    import matplotlib  # imported here, because training itself does not need it
 
     matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
@@ -38,7 +38,7 @@ def plot(folder: Path) -> Path:
     first, second = ([float(row[name]) for row in losses] for name in names)
     steps = [int(row["step"]) for row in losses]
     curves.plot(steps, first, color=COLORS[0], linewidth=4, alpha=0.5, label=names[0])
-    curves.plot(steps, second, "--", color=COLORS[1], linewidth=1.5, label=names[1])  # lies on the broad one
+    curves.plot(steps, second, "--", color=COLORS[1], linewidth=1.5, label=names[1])  # drawn over the broad line
     worst = max(abs(a - b) for a, b in zip(first, second, strict=True))
     curves.set_title(f"training loss, at most {worst:.1e} apart", fontsize=11)
     curves.set(xlabel="step", ylabel="nats per token")

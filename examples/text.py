@@ -1,15 +1,15 @@
-"""Real text that ships with Python, cut into a few thousand byte-pair pieces.
+"""Real text that ships with Python, as a few thousand byte-pair pieces.
 
-The text is the language reference behind `help("with")`: pydoc_data.topics, 0.45-0.7 MB of English and code by the
-Python version, under the PSF License (https://docs.python.org/3/license.html). It is read from the running Python; no
-copy of it lies here.
+The text is the language reference behind `help("with")`: pydoc_data.topics, 0.45-0.7 MB of English and code depending
+on the Python version, under the PSF License (https://docs.python.org/3/license.html). It is read from the running
+Python; the repository has no copy.
 """
 
 import heapq
 import re
 from collections import Counter, defaultdict
 
-# A word carries the space before it, so that joining the pieces gives the text back.
+# A word includes the space before it, so that joining the pieces restores the text.
 WORD = re.compile(r" ?[A-Za-z]+| ?\d| ?[^\sA-Za-z\d]+|\s+(?=\s)|\s")
 
 
@@ -22,7 +22,7 @@ def python_reference() -> str:
 
 
 def byte_pair_encode(text: str, vocab_size: int) -> tuple[list[int], list[str]]:
-    """Merge the most frequent neighbouring pieces until there are `vocab_size` of them (fewer if the words run out).
+    """Merges the most frequent neighbouring pieces until there are `vocab_size` of them (fewer if the words run out).
 
     Returns the text as piece numbers, and the pieces: "".join(pieces[i] for i in ids) == text.
     """
@@ -38,7 +38,8 @@ def byte_pair_encode(text: str, vocab_size: int) -> tuple[list[int], list[str]]:
             pair_count[pair] += counts[word]
             words_with[pair].add(word)
 
-    # A heap of (-count, pair); an entry whose count is out of date is put back with the true one when it comes up.
+    # A heap of (-count, pair). If an entry's count is out of date when it is popped, it is pushed again with the true
+    # count.
     heap = [(-count, pair) for pair, count in pair_count.items()]
     heapq.heapify(heap)
     known = set(pieces)
@@ -49,7 +50,7 @@ def byte_pair_encode(text: str, vocab_size: int) -> tuple[list[int], list[str]]:
                 heapq.heappush(heap, (-pair_count[pair], pair))
             continue
         merged = pair[0] + pair[1]
-        if merged not in known:  # two ways to cut one piece are one piece
+        if merged not in known:  # two ways to merge to one piece give the same piece
             known.add(merged)
             pieces.append(merged)
         for word in words_with.pop(pair):
@@ -59,7 +60,7 @@ def byte_pair_encode(text: str, vocab_size: int) -> tuple[list[int], list[str]]:
                 pair_count[old] -= counts[word]
             for new in zip(after, after[1:], strict=False):
                 pair_count[new] += counts[word]
-                if merged in new:  # only these can have grown
+                if merged in new:  # only the counts of these pairs can have grown
                     words_with[new].add(word)
                     heapq.heappush(heap, (-pair_count[new], new))
 

@@ -1,4 +1,4 @@
-"""Train a small GPT with FSDP2 x tensor parallelism, its head and loss sharded over the vocabulary.
+"""Trains a small GPT with FSDP2 x tensor parallelism. The vocabulary of its head and loss is sharded.
 
     torchrun --standalone --nproc-per-node 4 -m examples.train_fsdp2_tp          # 2 x 2: gloo on a CPU, NCCL on GPUs
     torchrun --standalone --nproc-per-node 8 -m examples.train_fsdp2_tp --tp 4   # 2 x 4
@@ -10,8 +10,8 @@
               │ process 2 │ process 3 │   sequences B/2 .. B
               └───────────┴───────────┘
 
-The text is Python's own language reference, byte by byte. Exits with 1 unless the loss falls below that of guessing
-bytes by their frequency.
+The text is Python's own language reference, byte by byte. The exit code is 1 unless the loss falls below that of
+guessing bytes by their frequency.
 """
 
 # B sequences of T tokens a step, D hidden, V vocabulary
@@ -57,7 +57,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
     def attention(self, x: Tensor) -> Tensor:
-        # under tensor parallelism q, k and v hold this rank's heads of all tokens
+        # under tensor parallelism q, k and v hold this rank's heads, for all tokens
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
@@ -80,14 +80,14 @@ class GPT(nn.Module):
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Tensor parallelism first, then FSDP2 around what it made."""
+    """Applies tensor parallelism first, then FSDP2."""
     tp, dp = mesh["tp"], mesh["dp"]
     sequence = Shard(1)
     plan = {
         "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
         "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
         "norm": SequenceParallel(use_local_output=True),
-        "head": flce_ops.VocabParallel(input_layouts=sequence),  # targets: every rank of tp passes those of all tokens
+        "head": flce_ops.VocabParallel(input_layouts=sequence),  # every rank of tp passes the targets of all tokens
     }
     parallelize_module(model, tp, plan)
     for block in model.blocks:
@@ -114,9 +114,9 @@ def precision(mesh: DeviceMesh) -> dict[str, MixedPrecisionPolicy]:
 
 
 def train(options: argparse.Namespace, device: torch.device) -> list[float]:
-    """Losses of every step, over the tokens of all processes."""
+    """Returns the loss of every step, over the tokens of all processes."""
     mesh = init_device_mesh(device.type, (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)  # every process starts from the same weights
+    torch.manual_seed(0)  # every process starts with the same weights
     model = GPT(options.dim, options.depth, options.heads, options.context).to(device)
     parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
@@ -124,7 +124,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     data = mesh["dp"]
     losses = []
     for step, (tokens, target) in enumerate(batches(options, device)):
-        # FSDP averages gradients over dp: dividing by the mean count gives the mean over all tokens of all processes
+        # FSDP averages gradients over dp, so dividing by the mean count gives the mean over the tokens of all processes
         normalizer = (target != -100).sum() / data.size()
         share = options.batch // data.size()
         mine = slice(data.get_local_rank() * share, (data.get_local_rank() + 1) * share)
@@ -141,19 +141,20 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 def batches(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """tokens and target of a whole batch, (B, T) each, the same in every process."""
+    """Yields the tokens and target of a whole batch, (B, T) each, the same in every process."""
     text = torch.frombuffer(bytearray(python_reference().encode()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     for _ in range(options.steps):
         starts = torch.randint(len(text) - options.context - 1, (options.batch,), generator=generator)
         windows = torch.stack([text[start : start + options.context + 1] for start in starts.tolist()]).long()
         tokens, target = windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
-        target[tokens == ord(" ")] = -100  # what follows a space is not trained on, so counts differ by process
+        # tokens after a space are not trained on, so that the counts of processes differ
+        target[tokens == ord(" ")] = -100
         yield tokens, target
 
 
 def frequency_loss() -> float:
-    """Entropy of a byte, in nats: the loss of a model that ignores the context."""
+    """The entropy of a byte in nats: the loss of a model that ignores the context."""
     text = torch.frombuffer(bytearray(python_reference().encode()), dtype=torch.uint8)
     share = text.bincount(minlength=V).double() / len(text)
     return -torch.special.xlogy(share, share).sum().item()

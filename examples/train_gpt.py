@@ -1,9 +1,9 @@
-"""Train a small GPT on real text twice, side by side: with the operator as its head, and with F.cross_entropy.
+"""Trains a small GPT on real text twice, side by side: with the operator as its head, and with F.cross_entropy.
 
     python -m examples.train_gpt [--steps 120] [--device cpu|cuda] [--out demo_output]
 
-Both models start from the same weights and see the same batches; each is compiled as one graph, from tokens to loss.
-Exits with 1 unless the operator is in the captured graph and the two loss curves agree.
+Both models start from the same weights and see the same batches. Each is compiled as one graph, from tokens to loss.
+The exit code is 1 unless the captured graph contains the operator and the two loss curves agree.
 """
 
 import argparse
@@ -40,21 +40,22 @@ class Setting:
     batch: int
     steps: int
     workspace: int  # bytes of temporary memory that the operator may use
-    tolerance: float  # of the difference between the two losses at any step
+    tolerance: float  # largest allowed difference between the two losses at any step
     autocast: torch.dtype | None = None  # None: float32
     learning_rate: float = 1e-3
 
 
 # (B T) x V = 1024 x 8192: logits of 32 MiB, beside 8 MiB of linear_weight
 CPU = Setting(8192, 256, 4, 4, context=128, batch=8, steps=120, workspace=8 << 20, tolerance=1e-3)
-# 16384 x 8192: logits of 256 MiB in bfloat16. The plain head rounds them, so over hundreds of steps the runs drift.
+# 16384 x 8192: logits of 256 MiB in bfloat16. The plain head rounds its logits, so over hundreds of steps the runs
+# diverge.
 CUDA = Setting(
     8192, 512, 6, 8, context=256, batch=64, steps=300, workspace=64 << 20, tolerance=3e-2, autocast=torch.bfloat16
 )
 
 
 class Run:
-    """One model, its optimizer, and what was measured of it."""
+    """One model, its optimizer, and its measurements."""
 
     def __init__(self, head: HeadLoss, setting: Setting, vocab_size: int, device: torch.device, backend: str) -> None:
         torch.manual_seed(0)
@@ -77,7 +78,7 @@ class Run:
         self.seconds.append(time.perf_counter() - started)
 
     def tokens_per_second(self) -> float:
-        """Of the median step, the first fifth left out: it compiles and warms up."""
+        """The speed of the median step. The first fifth is left out, because it compiles and warms up."""
         seconds = statistics.median(self.seconds[len(self.seconds) // 5 :])
         return self.setting.batch * self.setting.context / seconds
 
@@ -103,7 +104,7 @@ def head_memory(head: HeadLoss, setting: Setting, vocab_size: int, device: torch
 
 
 class Demo:
-    """Both runs through the same batches, with a line of progress now and then."""
+    """Both runs over the same batches, with occasional lines of progress."""
 
     def __init__(self, setting: Setting, device: torch.device, backend: str, heads: dict[str, HeadLoss]) -> None:
         self.started = time.perf_counter()
@@ -158,7 +159,7 @@ class Demo:
         if len(graphs) != 1 or OPERATOR.removeprefix("torch.ops.") not in graphs[0]:
             found.append(f"expected one graph with {OPERATOR}, captured {graphs}")
         worst = max(abs(a - b) for a, b in zip(with_operator.losses, plain.losses, strict=True))
-        if not worst <= self.setting.tolerance:  # so that nan is a problem too
+        if not worst <= self.setting.tolerance:  # written so that nan fails, too
             found.append(f"the loss curves are {worst:.1e} apart, more than {self.setting.tolerance:.0e}")
         return found
 
@@ -166,7 +167,7 @@ class Demo:
 def main(
     setting: Setting, device: torch.device, out: Path, *, backend: str, heads: dict[str, HeadLoss] | None = None
 ) -> int:
-    """Run the demo. Returns the exit status."""
+    """Runs the demo. Returns the exit code."""
     with flce_ops.workspace(setting.workspace):
         demo = Demo(setting, device, backend, heads or HEADS)
         demo.train()

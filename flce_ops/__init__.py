@@ -4,9 +4,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
-    # torch's own import, where NumPy is not installed; nothing here uses NumPy
+    # torch's own warning if NumPy is not installed; nothing here uses NumPy
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    import torch  # noqa: F401
+    from .support import versions  # noqa: F401  imports torch; an older one is refused before its names are missed
 
 from ._ops import ops as operators  # `ops` is a folder here
 from .decompositions import export_decompositions
@@ -34,6 +34,7 @@ SAC_SAVE_OPS = [
     operators.linear_cross_entropy_forward.default,
     operators.linear_cross_entropy_low_rank_with_grad.default,
     operators.linear_kl_div_forward.default,
+    operators.linear_support_forward.default,
 ]
 """Operators whose results a selective activation checkpoint policy should save: backward need not rerun them then."""
 
@@ -62,10 +63,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take any name to be one of the package's
+if not TYPE_CHECKING:  # type checkers would otherwise accept any name as an attribute of the package
 
     def __getattr__(name):
-        """VocabParallel on first use: it needs torch.distributed.tensor, which `import flce_ops` does not load."""
+        """Imports VocabParallel on first use, because torch.distributed.tensor is slow to import."""
         if name == "VocabParallel":
             from .parallel import VocabParallel
 

@@ -1,8 +1,8 @@
-"""`python -m flce_ops.check`: whether the operator is here what its documents promise, in about a minute.
+"""`python -m flce_ops.check`: checks on this machine, in about a minute, what the documents promise of the operator.
 
-Every case runs in flce_ops, in plain PyTorch of the same dtype, and in float64, which is taken for the truth. On a GPU
-one training step is timed beside eager PyTorch and torch.compile, and its temporary memory is measured. What is
-printed can be pasted into an issue. The exit code is 1 where a line is worse than promised.
+Every case runs in flce_ops, in plain PyTorch of the same dtype, and in float64, which serves as the exact result. On a
+GPU, one training step is timed beside eager PyTorch and torch.compile, and its temporary memory is measured. The output
+can be pasted into an issue. The exit code is 1 if a line is worse than promised.
 """
 
 import argparse
@@ -29,8 +29,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IGNORED = 0.1
 STEPS = 10
 MIB = 1 << 20
-# Ours is another draw of the same roundings as plain PyTorch's: another order of sums. What is left of a loss that
-# cancels is a few units in the last place.
+# This package and plain PyTorch sum in different orders, so their rounding errors differ by chance. A loss that cancels
+# leaves an error of a few units in the last place.
 TIMES_PLAIN, UNITS = 1.5, 4.0
 
 
@@ -56,7 +56,7 @@ class Head(NamedTuple):
 
 
 def logits_of(head: Head) -> Tensor:
-    """In float32 at least, as language models take their losses."""
+    """The logits in float32 or float64, as language models compute their losses."""
     product = F.linear(head.input, head.linear_weight)
     return product.to(torch.promote_types(product.dtype, torch.float32))
 
@@ -78,7 +78,7 @@ def log_probs(head: Head) -> Tensor:
 
 
 Function = Callable[[Head], Tensor]
-CASES: dict[str, tuple[Function, Function]] = {  # ours, plain; a scalar of a head
+CASES: dict[str, tuple[Function, Function]] = {  # (ours, plain): functions from a head to a scalar
     "loss": (lambda head: linear_cross_entropy(*head), plain_loss),
     "log-probabilities and entropy": (log_probs, plain_log_probs),
 }
@@ -122,7 +122,7 @@ def surroundings(device: torch.device) -> str:
 
 
 def make_head(shape: tuple[int, int, int], device: torch.device) -> Head:
-    """Labels as frequent as a language's words: the r-th in 1 / r."""
+    """A head whose labels are as frequent as a language's words: the r-th with a frequency proportional to 1 / r."""
     tokens, hidden, vocab = shape
     input = torch.randn(tokens, hidden, device=device)
     linear_weight = torch.randn(vocab, hidden, device=device) / hidden**0.5
@@ -131,7 +131,7 @@ def make_head(shape: tuple[int, int, int], device: torch.device) -> Head:
 
 
 def errors(name: str, head: Head, ours: Function, plain: Function) -> list[Line]:
-    """The value's error, and the larger of the two gradients', relative to the truth."""
+    """The relative error of the value, and the larger one of the two gradients."""
     found, path = derived(ours, head), last_path()
     dense = derived(plain, head)
     exact = derived(plain, head.to(torch.float64))
@@ -155,7 +155,7 @@ def largest_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def step(head: Head) -> list[Line]:
-    """Forward and backward of a loss: milliseconds, and MiB beside the gradients."""
+    """Forward and backward of a loss: milliseconds, and MiB beyond the gradients."""
     ours, plain = CASES["loss"]
     compiled = torch.compile(lambda input, linear_weight: plain(Head(input, linear_weight, head.target)))
     size = " x ".join(map(str, (*head.input.shape, head.linear_weight.shape[0])))
@@ -167,7 +167,7 @@ def step(head: Head) -> list[Line]:
     }.items():
         try:
             measured[name] = time_and_memory(function, head)
-        except Exception as error:  # a compiler that is not installed, or too little memory for all logits
+        except Exception as error:  # torch.compile is not installed, or the logits do not fit the memory
             if name == "flce_ops":
                 raise
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -175,7 +175,7 @@ def step(head: Head) -> list[Line]:
     path = last_path()
     lines = []
     for name, (theirs, more) in measured.items():
-        slower = name == "eager" and milliseconds > theirs  # torch.compile's is there to be seen
+        slower = name == "eager" and milliseconds > theirs  # torch.compile's time is shown, but not judged
         lines.append(Line(f"step of {size} beside {name}", f"{milliseconds:.2f} ms", f"{theirs:.2f} ms", not slower))
         lines.append(Line("its temporary memory", f"{memory / MIB:.0f} MiB", f"{more / MIB:.0f} MiB", memory < more))
     room = get_workspace()
@@ -188,7 +188,7 @@ def time_and_memory(function: Function, head: Head) -> tuple[float, int]:
     def run() -> None:
         torch.autograd.grad(function(head), head[:2])
 
-    for _ in range(3):  # the first compiles, the second is recorded
+    for _ in range(3):  # the first run compiles, the second is captured
         run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,10 @@
-"""The operators as plain ATen, for a runtime that has neither Python nor this package.
+"""The operators as plain ATen, for runtimes that have neither Python nor this package.
 
     exported.run_decompositions(flce_ops.export_decompositions())
 
-The kernels cut the tokens into chunks when they run, by the workspace. A graph cannot: the number of tokens is a symbol
-there. The number of classes is not, so these cut the vocabulary into blocks and unroll the loop over them. A while_loop
-over tokens would bound N as well, but few runtimes have one.
+The kernels divide the tokens into chunks at run time, by the workspace. A graph cannot, because the number of tokens is
+a symbol there. The number of classes is known, so decompositions divide the vocabulary into blocks and unroll the loop
+over them. A while_loop over tokens would bound the memory for any N, too, but few runtimes have one.
 
                D                V
            ┌───────┐   ┌────┬────┬────┬──┐   for each block of CLASSES_PER_BLOCK columns:
@@ -13,12 +13,13 @@ over tokens would bound N as well, but few runtimes have one.
                                                  lse_b = logsumexp z                          (N,)
        lse = logsumexp_b lse_b
 
-What is done to a block is what the kernels do (aten/logits.py), made functional. Nothing looks at data on the host, and
-every operator is one that runtimes for exported programs have: products of matrices, comparisons, reductions. Gradients
-take a second pass over the blocks.
+Each block runs the functions of the kernels (aten/logits.py), made functional. Nothing reads data on the host. All
+operators are available in runtimes for exported programs: matrix products, comparisons, reductions. Gradients take a
+second pass over the blocks.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ from .support.torch_private import functional
 
 # N tokens, D hidden, V vocabulary, v classes of a block
 
-# AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192, 131 MiB
-# and 0.91 s with 16384; compiled in 10.5 and 9.2 s.
+# AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192; 131 MiB
+# and 0.91 s with 16384. They compile in 10.5 and 9.2 s.
 CLASSES_PER_BLOCK = 8192
 
 
@@ -73,7 +74,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
     Returns:
         A dict of operator and function, for the operators that inference and training programs hold. Not in the dict:
-        second derivatives, ``main_grad``, ``linear_kl_div``, and a vocabulary sharded over several devices.
+        second derivatives, ``main_grad``, ``linear_kl_div``, a support, and a vocabulary sharded over several devices.
 
     Memory and time:
         N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
@@ -91,6 +92,7 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         ops.linear_cross_entropy_with_grad.default: with_grad,
         ops.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         ops.linear_cross_entropy_upstream.default: multiply,
+        ops.linear_support_forward.default: refuse_support,
         **{getattr(ops, row_loss.op).default: takes(row_loss)(losses_with_grad) for row_loss in ROW_LOSSES.values()},
     }
 
@@ -102,7 +104,9 @@ def class_blocks(linear_weight: Tensor) -> Iterator[slice]:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right + bias in the accumulation dtype: cuBLAS hands it over, a CPU rounds that of half operands first."""
+    """left @ right + bias in the accumulation dtype. cuBLAS returns that dtype; a CPU rounds the product of half
+    operands first.
+    """
     return chunks.product(left, right, chunks.product_dtype(left), bias).to(accumulation_dtype(left.dtype))
 
 
@@ -114,15 +118,13 @@ def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
 @takes(Forward)
 def forward(call: Forward) -> Outputs:
     input, linear_weight, target, linear_bias, weight = call.operands
-    num_classes = linear_weight.shape[0]
-    vocab_size = num_classes if call.vocab_size is None else call.vocab_size
-    check_target_range(target, vocab_size, call.ignore_index, on_device=True)
-    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
+    check_target_range(target, call.num_classes, call.ignore_index, on_device=True)
+    valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
     weight = upcast(weight, dtype)
     target_logit = sums = total = torch.zeros_like(target, dtype=dtype)
-    max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # blocks
+    max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # one entry for each block
     for classes in class_blocks(linear_weight):
         logits = activate(product(input, linear_weight[classes].T, block_of(linear_bias, classes)), call.logits)
         target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
@@ -157,7 +159,7 @@ def forward(call: Forward) -> Outputs:
         share = distance.exp() * sum_of_blocks / row_sum.unsqueeze(1)
         squares = torch.where(valid, (share.square() * torch.stack(squares_of, 1).exp()).sum(1).log(), 0.0)
     if call.mean_logit:
-        mean_logit = torch.where(valid, total / vocab_size, 0.0)
+        mean_logit = torch.where(valid, total / call.num_classes, 0.0)
     if call.argmax:
         max_logit, block = torch.stack(largest_of, 1).max(1)
         argmax = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
@@ -167,37 +169,45 @@ def forward(call: Forward) -> Outputs:
     sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
     retained = target.new_zeros(
         call.retain, call.operands.saved_columns, dtype=torch.int16
-    )  # which backward, below, does not read
+    )  # backward below does not read it
     return target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained
 
 
 def zeroed_where_ignored(input: Tensor, valid: Tensor) -> Tensor:  # (N, D)
-    """Whatever ignored rows hold, nan included, stays out. How many there are is data: they are computed."""
+    """The input with zeros for ignored rows, whose values, nan included, must not matter. Their number is data, so they
+    are computed.
+    """
     return torch.where(valid.unsqueeze(1), input, 0.0)
 
 
 def at_target(column: Tensor, classes: slice, values: Tensor) -> Tensor:  # (N, v)
-    """`values`, (N, v) or (N, 1), at the target's class and 0 elsewhere.
+    """`values`, (N, v) or (N, 1), at the target's class, and 0 elsewhere.
 
-    The kernels gather and scatter. Inductor puts a gather off until it has every block's logits (512 MiB above).
+    The kernels gather and scatter instead. Inductor would delay a gather until it has the logits of all blocks (512 MiB
+    above).
     """
     return torch.where(column == torch.arange(classes.start, classes.stop, device=column.device), values, 0.0)
 
 
 def logits_at_target(column: Tensor, classes: slice, logits: Tensor, like: Tensor) -> Tensor:  # (N,) or (N, K)
-    """0 where the target is not among the block's classes."""
+    """The target's logits; 0 if the target is not among the block's classes."""
     if like.dim() == 1:
         return at_target(column, classes, logits).sum(1)
-    here = (column >= classes.start) & (column < classes.stop)  # a mask of K classes would be K times the block
+    # a mask of K classes would be K times as large as the block
+    here = (column >= classes.start) & (column < classes.stop)
     return torch.where(here, logits.gather(1, torch.where(here, column - classes.start, 0)), 0.0)
 
 
 def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: Tensor) -> Tensor:
-    """`values`, (N,) or (N, K), at the targets' classes."""
+    """Adds `values`, (N,) or (N, K), at the targets' classes."""
     if values.dim() == 1:
         return grad_logits + at_target(column, classes, values.unsqueeze(1))
     here = (column >= classes.start) & (column < classes.stop)
     return grad_logits.scatter_add(1, torch.where(here, column - classes.start, 0), torch.where(here, values, 0.0))
+
+
+def refuse_support(*args: Any, **kwargs: Any) -> NoReturn:
+    refuse_hole("export_decompositions", "exported support")
 
 
 def refuse_sparse(call: Backward | WithGrad) -> None:

@@ -1,6 +1,7 @@
-"""Which path a call would take, and which condition rules the others out: the tables of ops/paths.py, for arguments.
+"""Which path a call would take, and which conditions rule out the others: the tables of ops/paths.py, for given
+arguments.
 
-Where Triton makes a scalar loss, also how it takes the tokens: those of triton/steps/chunking.py.
+If Triton makes a scalar loss, also the tables of triton/steps/chunking.py: how a step divides its tokens.
 """
 
 import inspect
@@ -87,14 +88,17 @@ def of_head(function: Callable, call: dict) -> list[str]:
     facts = facts_of_call(call)
     policy = function.__name__ in ROW_LOSSES
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
-    divergence = function is linear_kl_div or probabilities  # whose operators compute the loss of probabilities
+    # linear_kl_div's operators compute the loss of probabilities
+    divergence = function is linear_kl_div or probabilities
     if divergence:
-        facts = facts._replace(label_smoothing=False)  # it is in the probabilities
+        facts = facts._replace(label_smoothing=False)  # label smoothing is part of the probabilities
     stem, title, in_forward = "linear_kl_div" if divergence else "linear_cross_entropy", "", "with_grad"
     if call.get("reduction", "none") != "none":
         title = "a scalar loss of a policy" if policy else "a scalar loss"
         if facts.vocabulary_dimensions > 0 and not (divergence or policy):
             title, in_forward = "a scalar loss over a sharded vocabulary", "vocab_parallel_with_grad"
+    if call.get("support") is not None:  # backward makes the gradients
+        title = ""
     lines, path = of_loss(title, facts)
     if path != "recompute":
         op = f"{function.__name__}_{in_forward}" if policy else f"{stem}_{in_forward}"
@@ -103,7 +107,9 @@ def of_head(function: Callable, call: dict) -> list[str]:
         if one_pass_step and choose(KERNELS[op], facts).name == "triton":
             lines += tokens_in_triton(call, facts)
     else:
-        saving = facts.wants_gradient and not divergence
+        of_support = call.get("support") is not None
+        stem = "linear_support" if of_support else stem
+        saving = facts.wants_gradient and not (divergence or of_support)
         if saving:
             lines += [line for title, paths in SAVE_LOGITS.items() for line in verdicts(title, paths, facts)]
         lines += forward_and_backward(stem, facts)
@@ -115,7 +121,7 @@ def of_head(function: Callable, call: dict) -> list[str]:
 
 
 def of_loss(title: str, facts: CallFacts) -> tuple[list[str], str]:
-    """Verdicts on the paths of a scalar loss, and the one that it takes: recompute where there is no such loss."""
+    """Verdicts on the paths of a scalar loss, and the chosen path; "recompute" if the loss is not a scalar."""
     if not title:
         return [], "recompute"
     return verdicts(title, LOSS[title], facts), choose(LOSS[title], facts).name
@@ -131,7 +137,7 @@ def forward_and_backward(stem: str, facts: CallFacts) -> list[str]:
 
 
 def of_one_position(call: dict) -> tuple[dict, int]:
-    """Of a K-dimensional loss, the call of its first position, and how many there are."""
+    """For a K-dimensional loss: the call of its first position, and the number of positions."""
     linear_weight, positions = call["linear_weight"], 1
     if linear_weight.dim() > 2:
         heads = linear_weight.flatten(1, -2)
@@ -201,13 +207,15 @@ def sparse_products(call: dict) -> tuple[bool, bool]:
 
 
 def has_topk(call: dict) -> bool:
-    """Several classes a token. (linear_kl_div's target, which may be None, says which tokens count.)"""
+    """Whether target has several classes a token. (linear_kl_div's target, which may be None, only says which tokens
+    count.)
+    """
     target = call.get("target")
     return target is not None and not target.is_floating_point() and target.dim() == call["input"].dim()
 
 
 def dtype_in_operators(tensor: Tensor) -> torch.dtype:
-    """As autocast hands it to them."""
+    """The tensor's dtype after autocast."""
     device, dtype = tensor.device.type, tensor.dtype
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -215,13 +223,13 @@ def dtype_in_operators(tensor: Tensor) -> torch.dtype:
 
 
 def learnt(call: dict) -> bool:
-    """A scale with a gradient is multiplied into input."""
+    """Whether a scale gets a gradient. Such a scale is multiplied into input."""
     scales = (call["logit_scale"], call["temperature"])
     return torch.is_grad_enabled() and any(isinstance(scale, Tensor) and scale.requires_grad for scale in scales)
 
 
 def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
-    """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
+    """How a step divides its tokens. Empty if the step would copy its operands, to another dtype or with padding."""
     from .triton.rows.row_statistics import sum_pairs
     from .triton.steps.chunking import CHUNKINGS, problem_of
 

@@ -39,7 +39,7 @@ def loss_repr(module: nn.Module) -> str:
 
 
 def check_options(module: nn.Module) -> None:
-    """What can never be right, where it was written rather than at the first loss."""
+    """Refuses options that can never be right when the module is made, not only at its first loss."""
     op, options = type(module).__name__, options_of(module)
     check_ignore_index(op, options["ignore_index"])
     check_ranges(op, **options)

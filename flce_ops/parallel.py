@@ -73,7 +73,7 @@ class VocabParallel(ParallelStyle):
             )
         linear = module.linear if isinstance(module, LinearCrossEntropyLoss) else module
         distribute_module(module, device_mesh, partial(self._shard_vocabulary, linear))
-        # the hooks of distribute_module see positional arguments only
+        # distribute_module's own hooks see positional arguments only
         module.register_forward_pre_hook(partial(self._to_dtensors, device_mesh), with_kwargs=True)
         module.register_forward_hook(self._to_output, with_kwargs=True)
         return module
@@ -98,7 +98,7 @@ class VocabParallel(ParallelStyle):
             tensor = named.get(name)
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                 named[name] = DTensor.from_local(tensor, device_mesh, [layout], run_check=False)
-        return args[2:], named  # more than forward takes, which it refuses
+        return args[2:], named  # forward refuses surplus positional arguments
 
     def _to_output(
         self,
@@ -106,13 +106,13 @@ class VocabParallel(ParallelStyle):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: DTensor | tuple[DTensor, LinearCrossEntropyMetrics | dict[str, DTensor]],
-    ) -> Any:  # the same, of plain tensors
+    ) -> Any:  # as `output`, with plain tensors
         if kwargs.get("target") is None:
             logits = cast(DTensor, output).redistribute(placements=[self.logits_layouts])
             return logits.to_local() if self.use_local_output else logits
         if not self.use_local_output:
             return output
-        # tensors of their own: to_local returns a view, and FSDP2 warns of views that leave its modules
+        # clones, because to_local returns a view, and FSDP2 warns of views that leave its modules
         if isinstance(output, DTensor):
             return output.to_local().clone()
         loss, metrics = output

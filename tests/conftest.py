@@ -15,11 +15,13 @@
     package/        the repository itself: layers, maps, promises, documents, packaging, paths, the planner, benchmarks,
                     the fuzzer
 
-fuzz/ is the fuzzer, digest.py compares the results of two commits. What several folders use lies beside them.
+fuzz/ is the fuzzer, mutation/ plants faults and asks which tests fail, digest.py compares the results of two commits.
+What several folders use lies beside them.
 """
 
 import gc
 import os
+import zlib
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     # Before torch and numpy read it: two workers on two cores compute on one each, and so do the processes they start.
@@ -70,6 +72,33 @@ def fresh_seed():
     """Every test starts from the run's seed, whatever ran before it."""
     inputs.seed_inputs(SEED)
     torch.manual_seed(SEED)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick", action="store_true", help="make test: no exhaustive test, and a third of the cases of SAMPLED"
+    )
+
+
+SAMPLED = ("kernels", "layouts")  # whose cases take seconds each: in the interpreter, in several processes
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of each test of SAMPLED the first case and every third by its name: neighbours differ in one argument.
+
+    By a name, not by a number, which would meet the same value of an argument of three.
+    """
+    if not config.getoption("quick"):
+        return
+    kept, left_out, seen = [], [], set()
+    for item in items:
+        first = (item.path, item.originalname) not in seen
+        seen.add((item.path, item.originalname))
+        sampled = item.path.parent.name in SAMPLED and not first and zlib.crc32(item.name.encode()) % 3
+        out = sampled or item.get_closest_marker("exhaustive") is not None
+        (left_out if out else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_report_header():

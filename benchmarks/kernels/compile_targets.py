@@ -1,10 +1,10 @@
-"""Compiles the three GEMMs ahead of time for architectures that need not be here; prints shared memory and its limit.
+"""Compiles the three GEMMs ahead of time for GPU architectures, without such a GPU. Prints shared memory and its limit.
 
     python -m benchmarks.kernels.compile_targets [--every]
 
-For each architecture one epilogue of the logits GEMM, a low-rank pair by pointers, and the gradient GEMMs whose memory
-differs. With --every all epilogues, first and later chunks, and pointers where tensor maps are. Exits with an error
-where a kernel does not fit.
+For each architecture this compiles one epilogue of the logits GEMM, a low-rank pair by pointers, and the gradient GEMMs
+that differ in memory. With --every it compiles all epilogues, first and later chunks, and the variants by pointers
+where tensor maps exist. Exits with an error if a kernel does not fit.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from flce_ops.triton.rows.valid_tokens import ValidTokens
 from flce_ops.triton.sparse.live_tiles import LIVE, Steps
 from flce_ops.triton.steps.quantized_logits import Quantization
 
-# the pointers of each epilogue, what may be absent being absent
+# the pointers of each epilogue; optional ones are absent
 EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 8, "i32")
 OPERANDS = {
     "exp_sum": EXP_SUM,
@@ -49,7 +49,7 @@ OPERANDS = {
 VALID_TOKENS = ValidTokens("*i32", "*i32", "i32", "*i32")
 EVERY_STEP, LIVE_STEPS = Steps("constexpr", "constexpr", "i32", "i32"), Steps("*i32", "*i32", "i32", "i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
-# compute capability: (epilogue by default, shared memory a block may use, in bytes)
+# compute capability: (default epilogue, shared memory available to a block, in bytes)
 TARGETS = {
     80: ("gradient", 163 << 10),  # A100
     89: ("exp_sum", 99 << 10),  # L40S, RTX 4090
@@ -57,7 +57,7 @@ TARGETS = {
     100: ("gradient", 227 << 10),  # B200
     120: ("exp_sum", 99 << 10),  # RTX 5090
 }
-# As the launcher finds matrices of usual shapes, whose rows are contiguous too: else no load is asynchronous.
+# What the launcher finds for matrices of usual shapes, whose rows are contiguous. Without it no load is asynchronous.
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -72,8 +72,8 @@ def source(
     kernel: Any,
     tiles: Tiles,
     constants: Mapping[str, Any],
-    blocks: Mapping[str, tuple[str, list[int]]],  # dtype and tile of each matrix that tensor maps may bring
-    types: Mapping[str, Any],  # of the other arguments but integers; "constexpr" for what is absent
+    blocks: Mapping[str, tuple[str, list[int]]],  # dtype and tile of each matrix that a tensor map may load
+    types: Mapping[str, Any],  # of the other arguments except integers; "constexpr" if absent
 ) -> ASTSource:
     unit = {name: 1 for name in kernel.arg_names if name.startswith("stride_") and name.endswith("_d")}
     usual = {"USE_TMA": tiles.tma, "PROGRAMS": 132, **tiles.options}
@@ -126,7 +126,7 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         matrices = dict(blocks)
         if name == "quantized":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers it has a loop of its own
+        rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers the pair has a loop of its own
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
         if name == "low_rank":
             matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}
@@ -137,8 +137,8 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
 
-# Of several chunks of tokens: FIRST, LAST; "main_grad" adds to a float32 buffer, "live" multiplies live tiles,
-# "dense" makes some blocks of classes
+# FIRST and LAST, for one of several chunks of tokens. "main_grad" adds to a float32 buffer, "live" multiplies live
+# tiles, "dense" computes some blocks of classes.
 WEIGHT_CHUNKS = {
     "only": (True, True),
     "first": (True, False),
@@ -217,7 +217,7 @@ def transposed_variant(tiles: Tiles) -> Variant:
 
 
 def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
-    """All of V at once, which is finished where it is made, or one piece of several."""
+    """The input gradient over all of V, which its epilogue finishes, or over one of several slices."""
     blocks = {
         "exponentials_ptr": ("bf16", [tiles.block_m, tiles.block_k]),
         "classes_ptr": ("bf16", [tiles.block_k, tiles.block_n]),

@@ -1,8 +1,9 @@
-"""Times tile shapes of the three GEMMs against cuBLAS: where the lines of flce_ops/triton/gemm/tiles.py come from.
+"""Times tile shapes of the three GEMMs against cuBLAS. The figures in flce_ops/triton/gemm/tiles.py come from here.
 
     python -m benchmarks.kernels.tiles [--rounds 3] [--ms 100]
 
-Every candidate runs back to back for --ms per round in random order; the median of the CUDA-event times is printed.
+Every candidate runs back to back for --ms in each round, in random order. The median of the CUDA-event times is
+printed.
 """
 
 import argparse
@@ -48,11 +49,11 @@ WEIGHT_CANDIDATES = {
     "128x256x64 s3 flat g16": replace(WEIGHT_TILES["hopper"], group=16),
     "128x128x32 pointers": WEIGHT_TILES["ampere"],
 }
-PARTS = 4  # of V that the memory of the input gradient's product holds
+PARTS = 4  # slices of V for which the memory of the input gradient's products suffices
 
 
 def measure(step, ms: float) -> float:
-    """Median milliseconds of back-to-back calls, the first third dropped, a few of them always queued."""
+    """Median milliseconds of back-to-back calls. The first third is dropped, and a few calls are always queued."""
     step()
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -116,7 +117,7 @@ def input_step(tiles: Tiles, e, w):
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
     gradient, valid_tokens = WeightGradient(grad, chunks=3), all_valid(e.shape[0])
     gradient.tiles = tiles
-    gradient.sum.exponents.fill_(140)  # 2^13: sums of all rounds stay finite
+    gradient.sum.exponents.fill_(140)  # 2^13, so that the sums of all rounds stay finite
     gradient.sum.guard.zero_()
     return lambda: gradient.add(slice(0, grad.shape[0]), e, x, valid_tokens, first=first, last=False)
 

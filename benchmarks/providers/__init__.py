@@ -1,9 +1,9 @@
-"""One file per implementation. Each says, for a problem and a mode, how to take a step:
+"""One file for each implementation. Each file makes the step for a problem and a mode:
 
-    provide(name, problem, mode) -> step    raises Unavailable(reason) where there is none
+    provide(name, problem, mode) -> step    raises Unavailable(reason) if there is none
     VERSION_OF: str                         the distribution whose version goes into the table
 
-A file is imported when one of its providers is asked for, so a missing library is a reason in a row and nothing else.
+A file is imported when one of its providers is requested. So a missing library only gives a row with a reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..data import Problem
 from ..modes import Mode, Step
 from .unavailable import Unavailable
 
-# name -> file. In the order they are set up: should the time run out, the last ones are missing.
+# name -> file, in the order of setup: if time runs out, the last ones are missing.
 FILES = {
     "floor": "floor",
     "ours": "ours",
@@ -56,7 +56,7 @@ FILES = {
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
 _OURS, _OURS_AND_TORCH = ("floor", "ours"), ("floor", "ours", "torch_dense")
-HAVE = {  # mode, or the first word of its name: the files that have it, where not all do
+HAVE = {  # for modes that not all files have: the mode, or the first word of its name, and the files that have it
     "log_probs": (*_OURS_AND_TORCH, "trl", "verl"),  # the entropy, differentiable
     "soft64": _OURS_AND_TORCH,
     "smoothing": _OURS_AND_TORCH,
@@ -69,7 +69,7 @@ QUICK_LEAVES_OUT = ("quack_autotuned",)
 
 
 def choose(patterns: str, *, without: str = "") -> list[str]:
-    """`floor,ours*` -> names in the order of FILES; `without` takes away, in the same notation."""
+    """`floor,ours*` -> names in the order of FILES. `without` removes names, in the same notation."""
     wanted, unwanted = patterns.split(","), without.split(",")
     for pattern in filter(None, wanted + unwanted):
         if not any(fnmatch(name, pattern) for name in FILES):
@@ -82,7 +82,7 @@ def choose(patterns: str, *, without: str = "") -> list[str]:
 
 
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
-    """May raise anything: the libraries are not ours."""
+    """The step. It may raise anything, because other libraries make it."""
     having = HAVE.get(mode.name, HAVE.get(mode.name.split("_")[0], (FILES[name],)))
     if FILES[name] not in having:
         raise Unavailable("not in this mode")
@@ -93,7 +93,7 @@ def version(name: str) -> str:
     library = _module(name).VERSION_OF
     try:
         return metadata.version(library)
-    except metadata.PackageNotFoundError:  # on the path without having been installed
+    except metadata.PackageNotFoundError:  # on the path, but not installed
         return getattr(sys.modules.get(library), "__version__", "")
 
 

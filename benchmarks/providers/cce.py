@@ -1,4 +1,4 @@
-"""Apple's cut cross-entropy: the logits of a tile are made, used and forgotten, in forward and again in backward.
+"""Apple's cut cross-entropy: logits are computed tile by tile and discarded, in forward and again in backward.
 
 cce                default: blocks of the gradient below bf16's resolution are skipped
 cce_exact          nothing is skipped

@@ -1,4 +1,4 @@
-"""The floor: the bare GEMMs of a mode through torch.mm (cuBLAS), over the valid tokens, nothing between them.
+"""The floor: only the GEMMs of a mode, by torch.mm (cuBLAS), over the valid tokens.
 
                  logits            dX                dW
     fwd_bwd    x @ W.T           G @ W            G.T @ x
@@ -7,10 +7,10 @@
     none       x @ W.T           G @ W            G.T @ x       log_probs and the others likewise
     kl_...     x @ W.T           G @ W            G.T @ x       and the teacher's logits, of all tokens
 
-n valid tokens, D hidden, V vocabulary. G (n, V) is the problem's real gradient of the logits, made once: what the bits
-are decides how much power the card draws and so how fast it runs (zeros: 13 % faster than random numbers).
+n valid tokens, D hidden, V vocabulary. G (n, V) is the problem's real logit gradient, computed once: the bits decide
+how much power the card draws and so how fast it runs (zeros are 13 % faster than random numbers).
 
-Their number is filled up with ignored tokens to a multiple of 8, at which cuBLAS has its fast kernels for dW.
+The valid tokens are filled up with ignored ones to a multiple of 8, for which cuBLAS has its fast kernels for dW.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MULTIPLE = 8
 
 
 def _rows(problem: Problem) -> Tensor:
-    """(n,) Indices of the valid tokens, and of a few ignored ones."""
+    """(n,) indices of the valid tokens, and of a few ignored ones."""
     valid = problem.valid
     count = -(-int(valid.sum()) // MULTIPLE) * MULTIPLE
     return (~valid).to(torch.int8).argsort(stable=True)[:count].sort().values
@@ -63,7 +63,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if teacher is not None:
             torch.mm(teacher.input, teacher.linear_weight.T)
         torch.mm(x, weight.T)
-        # The products are kept to the end: gradients outlive the step that made them.
+        # Holds the products to the end, because a real step's gradients outlive the step.
         grad_input = torch.mm(grad, weight) if mode.input_grad else None
         grad_weight = torch.mm(grad.T, x) if mode.weight_grad else None
         del grad_input, grad_weight

@@ -1,13 +1,13 @@
-"""Liger-Kernel's fused linear cross-entropy, and the kernels it has for Hopper that one must ask for.
+"""Liger-Kernel's fused linear cross-entropy, and its Hopper kernels, which must be requested.
 
-liger                  Triton; gradients made in forward, a chunk of rows at a time, dW in the weight's dtype
-liger_fp32             the same, accum_dtype=torch.float32
-liger_cutedsl          CuTe DSL: all logits at once, made a gradient in place; dX in every forward, dW in backward
-liger_cutedsl_scaled   CuTe DSL, losses per token: logits never stored, made again in backward; the mean outside
-liger_cutile           cuTile, all logits at once; projection and dX by torch.mm
+liger                  Triton; gradients made in forward, one chunk of rows at a time, dW in the weight's dtype
+liger_fp32             the same with accum_dtype=torch.float32
+liger_cutedsl          CuTe DSL: holds all logits, overwrites them with the gradient; dX in each forward, dW in backward
+liger_cutedsl_scaled   CuTe DSL, losses per token: stores no logits, recomputes them in backward; the mean is outside
+liger_cutile           cuTile, holds all logits; projection and dX by torch.mm
 
-Each from its own file, as liger_kernel.transformers wants the transformers library, and LIGER_KERNEL_IMPL, which
-chooses among them, gives liger_kernel.ops the Blackwell path of CuTe DSL whatever the GPU.
+Each is imported from its own file, because liger_kernel.transformers needs the transformers library. LIGER_KERNEL_IMPL,
+which chooses among them, makes liger_kernel.ops take the Blackwell path of CuTe DSL on every GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .unavailable import Unavailable
 
 VERSION_OF = "liger_kernel"
 OPS = "liger_kernel.ops"
-NEEDS = {  # module: what installs it
+NEEDS = {  # module: the distribution that installs it
     "cutlass": "nvidia-cutlass-dsl",
     "cuda.bindings": "cuda-python",
     "cuda.tile": "cuda-tile[tileiras]",
@@ -55,8 +55,8 @@ def _triton(name: str, mode: Mode) -> Loss:
         raise Unavailable("the same as liger without dW")
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        # Positional, as autograd.Function.apply takes it: the arguments between reduction and accum_dtype are
-        # softcap=None and return_z_loss=False.
+        # Positional, as autograd.Function.apply needs. The arguments between reduction and accum_dtype are softcap=None
+        # and return_z_loss=False.
         value, *_ = LigerFusedLinearCrossEntropyFunction.apply(
             input, linear_weight, target, None, None, IGNORE_INDEX, 0.0, 0.0, reduction, None, False, accum_dtype
         )
@@ -129,5 +129,5 @@ def _need(*modules: str) -> None:
 def _there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package it lies in
+    except ModuleNotFoundError:  # for the package that contains it
         return False

@@ -1,4 +1,6 @@
-"""flce_ops: eager, compiled, captured, with other budgets, recomputing in backward, on rows compacted by hand."""
+"""flce_ops: eager, compiled, captured as a graph, with other budgets, recomputing in backward, on rows compacted by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from ..soft import in_one_call as of_soft_targets
 from .unavailable import Unavailable
 
 VERSION_OF = "flce_ops"
-# A sparse gradient: mode, and the threshold is 2 to this power
+# A sparse gradient: (mode, exponent); the threshold is 2 to that power.
 SPARSE = {
     **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
     **{"ours_drop_12": ("drop", -12), "ours_tiles_12": ("tiles", -12)},
 }
-BY_MEAN = "_by_mean"  # behind a name of SPARSE: with gradient_class_order
+BY_MEAN = "_by_mean"  # suffix of a name in SPARSE: with gradient_class_order
 MEAN_OF_TOKENS = 1024
-RETAINED = 4 << 30  # bytes: room for the logits of all tokens of the shapes at hand
+RETAINED = 4 << 30  # bytes, enough for the logits of all tokens of these shapes
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
 
 
 def _recomputing(loss: Loss, mode: Mode) -> Loss:
-    """The mean from per-token losses, or these: gradients are made in backward, from logits that are made again."""
+    """The mean of per-token losses, or the losses themselves. Backward makes the gradients from recomputed logits."""
     from flce_ops import workspace
 
     def per_token(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -41,7 +43,7 @@ def _recomputing(loss: Loss, mode: Mode) -> Loss:
 
 
 def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
-    """Classes by their mean probability over some tokens, as a training run would know it from earlier steps."""
+    """Classes ordered by their mean probability over some tokens, which training would know from earlier steps."""
     x, w = problem.input.detach()[:MEAN_OF_TOKENS], problem.linear_weight.detach()
     return (x @ w.T).float().softmax(1).mean(0).argsort(descending=True)
 
@@ -64,7 +66,7 @@ def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
 
 
 def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
-    """The valid rows were gathered before the step; it puts their gradients where they belong."""
+    """The valid rows are gathered before the step. The step puts their gradients back in place."""
     if mode.reduction == "log_probs" or mode.kind:
         raise Unavailable("not in this mode")
     rows = problem.valid.nonzero()[:, 0]
@@ -91,7 +93,7 @@ def _compacted_step(loss: Loss, problem: Problem, mode: Mode) -> Step:
 
 
 def _captured_step(plain: Step, problem: Problem) -> Step:
-    """A whole training step in one CUDA graph: its gradients are memory of the graph."""
+    """A whole training step as one CUDA graph, which owns the memory of the gradients."""
     if not problem.input.is_cuda:
         raise Unavailable("a CUDA graph wants CUDA")
     stream = torch.cuda.Stream()
@@ -133,7 +135,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if name == "ours_compacted":
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
-    if mode.name == "policy" and name != "ours_recompute":  # the formula behind its losses per token
+    if mode.name == "policy" and name != "ours_recompute":  # the policy's formula on losses per token
         if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")
         loss, mode = in_one_call(problem), MODES["fwd_bwd"]

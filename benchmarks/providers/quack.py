@@ -17,14 +17,16 @@ from ..modes import Mode, Step, step_of
 from .unavailable import Unavailable
 
 VERSION_OF = "quack_kernels"
-ROWS = 4096  # its default chunk
+ROWS = 4096  # QuACK's default chunk
 
 
 @functools.cache
 def _import_quack():
-    """QuACK fingerprints what an epilogue function refers to, and refuses what it cannot name. Unless the CUTLASS DSL
-    lies in a folder called site-packages it also walks into that, and meets a logger and the like: such an object gets
-    its type's name as its key. Coarse, but safe here, where one process meets one version of everything."""
+    """QuACK makes a fingerprint of everything an epilogue function refers to, and refuses objects that it cannot name.
+    Unless the CUTLASS DSL is in a folder called site-packages, it also inspects that library and meets a logger and the
+    like. This gives such objects their type's name as key. That is coarse, but safe here, where one process has one
+    version of everything.
+    """
     from quack.gemm_runtime import identity
 
     strict_key = identity.semantic_value_key
@@ -35,7 +37,7 @@ def _import_quack():
         except TypeError:
             return ("unnamed", type(value).__module__, type(value).__qualname__)
 
-    identity.semantic_value_key = key_or_type_name  # before the epilogues are made, that is before the next import
+    identity.semantic_value_key = key_or_type_name  # must precede the next import, which makes the epilogues
     from quack import linear_cross_entropy
 
     return linear_cross_entropy

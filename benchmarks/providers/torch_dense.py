@@ -1,6 +1,6 @@
-"""What one writes by hand: F.cross_entropy(F.linear(x, w).float(), target), eager and through torch.compile.
+"""What one writes by hand: F.cross_entropy(F.linear(x, w).float(), target), eager and with torch.compile.
 
-The upcast is what model code does (and autocast makes): the softmax runs in float32, the logits were rounded before it.
+The upcast is what model code does (and autocast adds): the softmax runs in float32, on logits that were rounded before.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         loss = on_logits(problem)
     if name == "torch_eager":
         return step_of(loss, problem, mode)
-    # dynamic=False: kernels for these very sizes, not for symbolic ones after the second shape of a run.
+    # dynamic=False compiles for these sizes. Otherwise the second shape of a run would get kernels for symbolic sizes.
     return step_of(torch.compile(loss, dynamic=False, fullgraph=True), problem, mode)

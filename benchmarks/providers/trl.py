@@ -1,7 +1,7 @@
-"""TRL's log-probabilities: logits of 4096 tokens by 32768 classes from torch.mm, folded by Triton; backward makes each
-tile again and adds the gradients in float32.
+"""TRL's log-probabilities: torch.mm computes logits of 4096 tokens by 32768 classes, Triton folds them. Backward
+computes each tile again and adds the gradients in float32.
 
-The mean, and the ignored tokens gathered away first, which waits for the GPU, are as in TRL's own head
+The mean, and gathering the tokens that are not ignored, which waits for the GPU, are as in TRL's own head
 (add_fused_lm_head in trl/trainer/utils.py).
 """
 
@@ -18,14 +18,15 @@ VERSION_OF = "trl"
 def provide(name: str, problem: Problem, mode: Mode) -> Step:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    # Backward imports this module, and with it accelerate, datasets and pandas: without them a reason now.
+    # Backward imports this module, which needs accelerate, datasets and pandas: if they are missing, the import fails
+    # here with a reason.
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     outputs = ("entropy",) if mode.reduction == "log_probs" else ()
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
         valid = target != IGNORE_INDEX
-        # No bias, temperature 1, no softcap, logits as they are.
+        # no bias, temperature 1, no softcap, logits without a scale
         log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
             input[valid], linear_weight, None, target[valid], 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
         )

@@ -1,2 +1,2 @@
 class Unavailable(Exception):
-    """This provider has no step for this problem and mode; the message is the reason, as the table shows it."""
+    """This provider has no step for this problem and mode. The message is the reason that the table shows."""

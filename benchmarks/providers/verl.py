@@ -1,7 +1,7 @@
-"""verl's log-probabilities and entropies: Triton kernels that keep no logits, which backward makes again.
+"""verl's log-probabilities and entropies: Triton kernels that store no logits; backward recomputes them.
 
-From its own files: the package itself wants Ray and tensordict, its kernels do not. They take every token; those that
-are ignored get target 0, and cotangents of 0.
+Imported from its own files: the package needs Ray and tensordict, but its kernels do not. They process every token;
+ignored tokens get target 0 and cotangents of 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def import_packages_without_their_init(*names: str) -> None:
     for name in names:
         if name in sys.modules:
             continue
-        spec = find_spec(name)  # runs what is above it, which is here by now
+        spec = find_spec(name)  # imports the parent package, which is loaded by now
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}")
         package = ModuleType(name)

@@ -1,4 +1,5 @@
-"""Tables of measurements in README.md and docs/, made of the committed CSVs: `python -m benchmarks.tables`.
+"""Makes the tables of measurements in README.md and docs/ from the committed CSVs: `python -m benchmarks.tables`.
 
-A file makes those of one CSV or two. A document has a table between <!-- NAME --> and <!-- end of NAME -->.
+Each file makes the tables of one or two CSVs. In a document, a table stands between <!-- NAME --> and <!-- end of NAME
+-->.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables`: every table of README.md and docs/ that is made of a CSV, written anew."""
+"""`python -m benchmarks.tables`: writes every table of README.md and docs/ that comes from a CSV anew."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def documents() -> list[Path]:
 
 
 def written(text: str) -> str:
-    """A document with its tables made of the CSVs."""
+    """A document with its tables made from the CSVs."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin in text:

@@ -1,4 +1,4 @@
-"""The table of whole training steps of clients, clients.csv."""
+"""The table of whole training steps of clients, from clients.csv."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEADS = {"own": "its own", "flce_ops": "`patch`", "flce_ops_retaining": "`patch`
 
 
 def table(rows: Rows) -> str:
-    """A line a head, the client named where it begins."""
+    """One line for each head. The first line of a client names it."""
     body, before = [], ""
     for row in rows:
         client = client_of(row)
@@ -24,7 +24,7 @@ def client_of(row: dict[str, str]) -> str:
 
 
 def figures(row: dict[str, str]) -> list[str]:
-    """Of the step, of the head alone, and errors of the gradients of hidden states and weight."""
+    """Figures of the step, of the head alone, and errors of the gradients of hidden states and weight."""
     if row["reason"]:
         return [row["reason"], "", "", "", ""]
     cells = [text for part in ("step", "head") for text in time_and_memory(row, part)]

@@ -1,6 +1,7 @@
-"""The table on the first screen of README.md and docs/: four steps, in PyTorch, here, and by the best other.
+"""The table on the first screen of README.md and docs/: four steps, in PyTorch, in this package, and in the best other
+library.
 
-The best other is the fastest of the other libraries in the same run, or torch.compile where PyTorch's column is eager.
+The best other is the fastest of the other libraries in the same run. It is torch.compile if PyTorch's column is eager.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of cross-entropy of given logits, cross_entropy.csv."""
+"""The table of cross-entropy of given logits, from cross_entropy.csv."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = {
 
 
 def table(rows: Rows) -> str:
-    """ms, share of a copy's bandwidth and the host's us, the shortest of a line in bold."""
+    """ms, share of a copy's bandwidth, and the host's us, with the shortest of a line in bold."""
     timed = {(shape_of(row), row["provider"]): row for row in rows if row["ms"]}
     names = {provider: name for provider, name in NAMES.items() if any(key[1] == provider for key in timed)}
     body = []

@@ -1,4 +1,4 @@
-"""Rows of the committed CSVs, and tables of Markdown."""
+"""Reads rows of the committed CSVs, and writes Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = Sequence[dict[str, str]]
 
 
 def rows_of(name: str, device: str = "nvidia-h200") -> list[dict[str, str]]:
-    """Of a committed CSV, by its name; none where the device has no such file."""
+    """The rows of a committed CSV, by its name. Empty if the device has no such file."""
     path = RESULTS / device / f"{name}.csv"
     if not path.exists():
         return []
@@ -25,12 +25,12 @@ def shape_of(row: dict[str, str]) -> str:
 
 
 def error(value: float | str) -> str:
-    """1.7e-3."""
+    """Such as 1.7e-3."""
     return f"{float(value):.1e}".replace("e-0", "e-")
 
 
 def span(values: Sequence[float], form: Callable[[float], str]) -> str:
-    """The least to the largest; one of them where both read the same, nothing of nothing."""
+    """The smallest and the largest value. One value if both read the same; an empty text for no values."""
     return " to ".join(dict.fromkeys(form(end(values)) for end in (min, max))) if values else ""
 
 

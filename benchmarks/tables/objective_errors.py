@@ -1,4 +1,4 @@
-"""The table of every objective's error, objective_errors.csv, of each device that has one."""
+"""The table of every objective's error, from each device's objective_errors.csv."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def tables() -> str:
-    """What is one GPU's first."""
+    """The tables of all devices, one GPU's first."""
     by_name = {name: rows_of("objective_errors", device) for device, name in NAMES.items()}
     return "\n\n".join(f"{name}, {where(rows)}:\n\n{table(rows)}" for name, rows in by_name.items() if rows)
 
@@ -22,7 +22,7 @@ def where(rows: Rows) -> str:
 
 
 def table(rows: Rows) -> str:
-    """Of gradients, of metrics their value: the largest over the paths of a dtype."""
+    """The largest error over the paths of a dtype: of gradients, and for metrics of the value."""
     body = []
     names = {row["objective"] for row in rows}
     for name in sorted(names, key=lambda name: (name.startswith("`"), name)):  # metrics last

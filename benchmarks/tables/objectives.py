@@ -1,4 +1,4 @@
-"""Tables of the other objectives, objectives.csv."""
+"""Tables of the other objectives, from objectives.csv."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def options() -> list[tuple[str, Step, Step]]:
     return [*lines, ("all eight metrics", ours("metrics"), plain)]
 
 
-ROOM = "ours_retained"  # the provider with room for the logits of all tokens
+ROOM = "ours_retained"  # the provider that can save the logits of all tokens
 
 
 def shapes_of(rows: Rows) -> list[str]:
@@ -35,7 +35,7 @@ def shapes_of(rows: Rows) -> list[str]:
 
 
 def found(rows: Rows, shape: str, step: Step) -> dict[str, str] | None:
-    """The row of a step that has a time."""
+    """The row of a step, if it has a time."""
     for row in rows:
         if (row["mode"], row["provider"], row["dtype"]) == step and shape_of(row) == shape and row["ms"]:
             return row
@@ -48,13 +48,13 @@ def ratio(rows: Rows, shape: str, step: Step, beside: Step) -> str:
 
 
 def costs(rows: Rows) -> str:
-    """The time with an option over the time without it."""
+    """The time with an option, relative to the time without it."""
     shapes = shapes_of(rows)
     body = [(name, *(ratio(rows, shape, step, beside) for shape in shapes)) for name, step, beside in options()]
     return markdown(["time over the plain step's", *shapes], body)
 
 
-TIMES = {  # mode: what the page calls it, peers with theirs
+TIMES = {  # mode: its name on the page, and its peers with their names
     "fwd_bwd": ("class indices", {}),
     "soft64": ("`target_weight`, K = 64", {}),
     "policy": ("`linear_policy_loss`", {"verl": "verl", "trl": "TRL"}),
@@ -63,6 +63,8 @@ TIMES = {  # mode: what the page calls it, peers with theirs
     "kl_forward": ("forward divergence", {"liger": "Liger"}),
     "kl_reverse": ("reverse", {"liger": "Liger"}),
     "kl_jsd": ("jsd", {"liger": "Liger"}),
+    "kl_tv": ("total variation", {}),
+    "kl_nla": ("-log of the acceptance rate", {}),
 }
 
 
@@ -104,7 +106,7 @@ ERRORS = {
 
 
 def errors(rows: Rows) -> str:
-    """Relative to float64: the range over the steps of bfloat16 at all shapes."""
+    """Errors relative to float64: their range over the bfloat16 steps at all shapes."""
     body = []
     for name, modes in ERRORS.items():
         cells = []

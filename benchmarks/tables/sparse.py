@@ -1,4 +1,4 @@
-"""The table of steps with a sparse gradient on trained models' hidden states, and on flat rows, sparse.csv."""
+"""The table of steps with a sparse gradient, on trained models' hidden states and a flat prior (sparse.csv)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = {
 
 
 def table(rows: Rows) -> str:
-    """Time over three GEMMs; of trained models the errors of dX and dW too."""
+    """The time relative to three GEMMs; for trained models also the errors of dX and dW."""
     timed = {(row["prior"], shape_of(row), row["provider"]): row for row in rows if row["ms"]}
     problems = dict.fromkeys(key[:2] for key in timed if key[0] in ("trained", "flat"))
     heading = [""]

@@ -1,4 +1,4 @@
-"""Tables of a training step by provider and shape, fwd_bwd.csv, and of users' loads, loads.csv."""
+"""Tables of a training step by provider and shape, from fwd_bwd.csv, and of users' loads, from loads.csv."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = tuple(map(str, GROUPS["key"]))
 
 
 def found(rows: Rows) -> dict[tuple[str, str], dict[str, str]]:
-    """(NxDxV, provider) -> the row, where it has a time."""
+    """(NxDxV, provider) -> the row, if it has a time."""
     return {(shape_of(row), row["provider"]): row for row in rows if row["mode"] == "fwd_bwd" and row["ms"]}
 
 
@@ -33,7 +33,7 @@ def named(rows: Rows) -> dict[str, str]:
 
 
 def times(rows: Rows) -> str:
-    """Over the three GEMMs, and MiB beyond the gradients."""
+    """The time relative to the three GEMMs, and MiB beyond the gradients."""
     timed = found(rows)
     floors = (f"{float(timed[shape, 'floor']['ms']):.1f} ms" for shape in SHAPES)
     body = [("three bare cuBLAS GEMMs", *floors)]
@@ -47,7 +47,7 @@ def time_and_memory(row: dict[str, str] | None) -> str:
 
 
 def errors(rows: Rows) -> str:
-    """Relative to float64, over the key shapes."""
+    """Errors relative to float64, over the key shapes."""
     timed, body = found(rows), []
     for provider, name in named(rows).items():
         measured = [timed[shape, provider] for shape in SHAPES if (shape, provider) in timed]
@@ -61,7 +61,9 @@ NO_PEER = ("floor", *loads.EVERY_OURS.split(","))
 
 
 def by_card() -> str:
-    """A line a load: ms here, replayed from a CUDA graph, and of the fastest other; bold where the other is faster."""
+    """One line for each load: this package's ms, its ms replayed from a CUDA graph, and the fastest other's, in bold if
+    that is faster.
+    """
     times = {card: loads.Times(rows_of("loads", folder)) for folder, card in CARDS.items()}
     body = []
     for load in dict.fromkeys(key[:3] for key in times["H200"].rows):

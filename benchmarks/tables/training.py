@@ -1,7 +1,7 @@
-"""Tables of training runs, training.csv and training_counts.csv.
+"""Tables of training runs, from training.csv and training_counts.csv.
 
-losses    a line a setting: the range over its runs, and of the differences from the exact run of the same seed
-counts    the mean of those differences, by how often a class occurs in the training text
+losses    one line for each setting: the range over its runs, and of the differences from the exact run of the same seed
+counts    the mean of these differences, by how often a class occurs in the training text
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def finished(name: str) -> list[dict[str, str]]:
 
 
 def above_exact(rows: Rows, setting: str, column: str) -> list[float]:
-    """Of each run, over the exact one of the same seed."""
+    """For each run, the difference from the exact run of the same seed."""
     exact = {row["seed"]: float(row[column]) for row in rows if row["setting"] == EXACT}
     return [
         float(row[column]) - exact[row["seed"]] for row in rows if row["setting"] == setting and row["seed"] in exact

@@ -1,16 +1,13 @@
-"""Kernel of linear_cross_entropy_backward: logits, again where forward saved none, their gradient, two GEMMs."""
+"""linear_cross_entropy_backward: recomputes logits (except saved ones), then their gradient, then runs two GEMMs."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace
-from ..meta.call import takes
-from ..meta.outputs import Gradients
 from ..support.readable import copy_bytes
 from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
 from .gradients import GradientAccumulator, rows_beside_gradients
@@ -28,38 +25,34 @@ from .sparse_gradients import (
     needs_exact,
     whole_tiles,
 )
-from .valid_tokens import on_valid_tokens
+from .valid_tokens import kernel_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 
-@takes(Backward)
-def backward(call: Backward) -> Gradients:
-    grads = meta.outputs(call)
-    on_valid_tokens(backward_of_rows, call, grads, call.fills, *draws_of(call))
-    return grads
-
-
-@takes(BackwardInPlace)
-def backward_in_place(call: BackwardInPlace) -> Gradients:
-    grads = meta.outputs(call)
+@kernel_of(BackwardInPlace)
+def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
     main_grad = call.main_grad.data  # of a version of its own: one step of the buffer's, however many chunks write
     torch.autograd.graph.increment_version(call.main_grad)
-    on_valid_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), call.fills)
-    return grads
+    gradients_of_rows(call, (grads[0], main_grad, grads[2]))
 
 
-def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
+@kernel_of(Backward, besides=draws_of)
+def backward(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
+    gradients_of_rows(call, grads, draws)
+
+
+def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes, output_mask = linear_weight.shape[0], call.output_mask
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     cotangents = call.cotangents.masked(hit, valid, call.lse.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     weight = upcast(weight, call.lse.dtype)
-    # p and its factor are two matrices where the factor depends on the class
+    # p and its factor are separate matrices if the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
     in_block += draws is not None
-    # the user's sum; a half one, too, is added to in float32 over several chunks
+    # The user's buffer. A half buffer, too, gets a float32 sum if there are several chunks.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
     sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
     step = rows_beside_gradients(
@@ -86,6 +79,6 @@ def backward_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | Non
             if isinstance(gradients, SparseAccumulator):
                 gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, column[rows], chunk, rows)
             gradients.round_block(block, grad_logits)
-            del logits, grad_logits, slope  # before the next block is allocated
+            del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()

@@ -1,9 +1,9 @@
-"""The derivative of the backward operator along a direction: what torch.autograd.functional.hvp and jvp come to.
+"""The derivative of the backward operator along a direction, for torch.autograd.functional.hvp and jvp.
 
-Both differentiate a vector-Jacobian product by its vector. The double-backward operator is linear in the cotangents
-that it is given, input', linear_weight' and bias' (flce_ops/aten/double_backward.py), so its derivative by them is the
-transposed map: from a direction in the backward operator's arguments to the change of its results. With primes for that
-direction,
+hvp and jvp differentiate a vector-Jacobian product by its vector. The double-backward operator is linear in the
+cotangents input', linear_weight' and bias' (flce_ops/aten/double_backward.py). Its derivative by these cotangents is
+therefore the transposed map: from a direction in the backward operator's arguments to the change of its results. Primes
+mark the direction and the changes:
 
     u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'      z' = f' u'      p' = p (z' - sum_j p_j z'_j)
     d  = l p + m w + a [j = y]                                                d' = l' p + l p' + m' w + a' [j = y]
@@ -12,7 +12,7 @@ direction,
     grad_input' = G' @ linear_weight + G @ linear_weight'       grad_linear_weight' = G'.T @ input + G.T @ input'
     grad_linear_bias' = G'.T @ 1
 
-(f' and f'' are dz/du and its derivative; in the code a prime of anything else is `_dot`.)
+(f' and f'' are dz/du and its derivative. In the code every other prime is written `_dot`.)
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,9 @@ from .valid_tokens import on_valid_tokens
 
 
 class Direction(NamedTuple):
-    """One entry for each result of linear_cross_entropy_double_backward, that is, argument of the backward operator."""
+    """A direction: one entry for each result of linear_cross_entropy_double_backward, which are arguments of the
+    backward operator.
+    """
 
     grad_target_logit: Tensor | None  # (N,)
     grad_lse: Tensor | None  # (N,)
@@ -43,8 +45,8 @@ class Direction(NamedTuple):
 
 
 def backward_tangent(direction: Direction, call: DoubleBackward) -> Outputs:
-    """Change of the gradients of the backward operator at the arguments of `call`, whose `grad_grads` are not read."""
-    of_gradients = slice(3, None)  # among the results of `call`
+    """The change of the backward operator's gradients, at the arguments of `call`. Does not read `call.grad_grads`."""
+    of_gradients = slice(3, None)  # where these stand among the results of `call`
     out = allocate(call.results[of_gradients], call)
     on_valid_tokens(tangent_of_rows, call, out, call.fills[of_gradients], direction)
     return out
@@ -69,5 +71,5 @@ def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], direction: Dire
         if call.logits.softcap is not None:
             change += d * u_dot * slope_derivative(z, slope, call.logits)
         sums.add(rows, change, apply_slope(d, slope))
-        del u_dot, z, slope, p, z_dot, d_dot, d, change  # before the next chunk's are allocated
+        del u_dot, z, slope, p, z_dot, d_dot, d, change  # frees memory before the next chunk is allocated
     sums.finish()

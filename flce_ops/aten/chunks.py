@@ -1,4 +1,4 @@
-"""How the ATen kernels cut their rows: a chunk for the GEMMs, and blocks of a chunk for what is elementwise.
+"""How the ATen kernels divide their rows: into chunks for the GEMMs, and blocks of a chunk for elementwise work.
 
                   V
             ┌───────────┐
@@ -6,8 +6,9 @@
             │▒▒▒▒▒▒▒▒▒▒▒│    a block of it at a time becomes z, then G, in the accumulation dtype; G goes back into the
             └───────────┘    product, which the two gradient GEMMs read
 
-Only the product has n rows. A CPU's GEMM rounds the product of half operands, so nothing is lost by keeping it in half,
-nor where a forward kernel saves the product's first R rows for its backward one: those come out the same to the bit.
+Only the product has n rows. On a CPU the GEMM rounds the product of half operands anyway, so keeping the product in
+half loses nothing. For the same reason forward may save the first R rows of the product for backward: backward gets the
+same bits.
 """
 
 from collections.abc import Iterator
@@ -25,31 +26,35 @@ from .valid_tokens import RowsByChunk, tokens_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-# On a CPU the workspace is rarely used up: a step of 2048x512x32000 takes 0.57 s with chunks of 256 rows, 0.61 with
-# 128, 0.69 with 64, 0.89 with 32 (bfloat16, two cores; 1.21, 1.37, 1.72 and 2.4 s in float32).
+# On a CPU chunks stay below the workspace, since larger ones gain little: a step of 2048x512x32000 takes 0.57 s with
+# chunks of 256 rows, 0.61 with 128, 0.69 with 64, 0.89 with 32 (bfloat16, two cores; 1.21, 1.37, 1.72 and 2.4 s in
+# float32).
 CPU_CHUNK_BYTES = 16 << 20
 CPU_ROWS = 128
-# However small the workspace is. (Of fewer rows cuBLAS splits the sums of a product, and adds them up in half.)
+# The fewest rows, however small the workspace is. (With fewer rows cuBLAS splits the sums of a product and adds the
+# parts in half.)
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
-# A CPU's BLAS adds up the products of float32 and float64 rows in another order in the last rows of a matrix, or of a
-# thread's part of it, where their number is no multiple of this; ATen adds up a single row in several threads. So the
-# last rows are multiplied once more as so many, and no chunk or block has fewer unless there are no more.
+# A CPU's BLAS sums float32 and float64 products in another order in the last rows of a matrix, or of a thread's part of
+# it, if the number of rows is no multiple of this. ATen sums a single row in several threads. So the last rows are
+# multiplied once more as a group of this size, and no chunk or block has fewer rows unless there are no more.
 ROWS_OF_EQUAL_BITS = 4
 
-# One matrix of a block takes this part of the workspace, and no more than these bytes of a CPU's cache: a step takes
-# the same time with 1 to 8 MiB.
+# One matrix of a block takes 1 / BLOCK_SHARE of the workspace, and on a CPU at most this many bytes, for its cache. A
+# step takes the same time with 1 to 8 MiB.
 BLOCK_SHARE = 8
 CPU_BLOCK_BYTES = 2 << 20
 
 
 def product_dtype(input: Tensor) -> torch.dtype:
-    """cuBLAS hands over its float32 accumulator. (Tensors on meta are the planner's, for CUDA's.)"""
+    """The dtype of the GEMM's result. cuBLAS returns its float32 accumulator. (Meta tensors belong to the planner and
+    stand for CUDA's.)
+    """
     return accumulation_dtype(input.dtype) if input.device.type in ("cuda", "meta") else input.dtype
 
 
 def product_is_rounded(input: Tensor) -> bool:
-    """Whether z cannot be made in the product's own memory."""
+    """Whether z needs memory beside the product because the dtypes differ."""
     return product_dtype(input) != accumulation_dtype(input.dtype)
 
 
@@ -78,7 +83,7 @@ def product(
     bias: Tensor | None = None,  # (v,)
     out: Tensor | None = None,
 ) -> Tensor:  # (n, v) in dtype
-    """left @ right + bias, rounded once: a bias that takes back a large product costs no digits."""
+    """left @ right + bias, rounded once, so that a bias that cancels a large product costs no digits."""
     if dtype != left.dtype:
         rows = torch.mm(left, right, out_dtype=dtype, out=out)
         return rows if bias is None else rows.add_(bias)
@@ -93,15 +98,16 @@ def block_bytes(input: Tensor) -> int:
 def rows_per_chunk(
     input: Tensor, num_classes: int, *, matrices: int = 0, matrices_in_block: int = 0, reserved: int = 0
 ) -> int:
-    """Rows whose product, with G's rounded copy where it needs one, fits the workspace.
+    """How many rows fit the workspace: their product, and G's rounded copy if it needs one.
 
-    `matrices` of n rows and `matrices_in_block` of a block's exist beside it, in the accumulation dtype, and `reserved`
-    bytes.
+    Beside it stand, in the accumulation dtype, `matrices` of n rows and `matrices_in_block` of a block's rows, and
+    `reserved` bytes.
     """
     accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
     row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
-    # chunks are rows of input itself on a CPU, where no token is ignored (valid_tokens.py) and BLAS can read them
+    # On a CPU, chunks are views of `input` if no token is ignored (valid_tokens.py) and BLAS can read them. Otherwise
+    # they are copies.
     in_place = input.device.type == "cpu" and not isinstance(input, RowsByChunk)
     if not in_place or not readable(input):
         row_bytes += input.shape[1] * input.dtype.itemsize
@@ -122,13 +128,15 @@ def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
 
 
 def multiple_of(call: Arguments) -> int:
-    """Rows that chunks and blocks have a multiple of: those of the tiles of a sparse gradient."""
+    """Chunks and blocks have a multiple of this many rows: the rows of a tile, for gradients of live tiles."""
     sparse = getattr(call, "sparse", None)
     return LIVE if sparse is not None and sparse.gradient_mode == "tiles" else 1
 
 
 def cut(start: int, stop: int, rows: int, multiple: int) -> list[slice]:
-    """Of `rows` each but for the last; the one before it has fewer where the last would have too few."""
+    """Slices of `rows` rows each. The last one is shorter. If it would be too short, the one before it gives up some
+    rows.
+    """
     ends = [*range(start + rows, stop, rows), stop] if start < stop else []
     less = -(-ROWS_OF_EQUAL_BITS // multiple) * multiple
     if len(ends) > 1 and stop - ends[-2] < ROWS_OF_EQUAL_BITS and less < rows:
@@ -137,7 +145,9 @@ def cut(start: int, stop: int, rows: int, multiple: int) -> list[slice]:
 
 
 def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
-    """tensor[rows], itself where those are all: a view takes as long as an operation on few numbers."""
+    """tensor[rows], or the tensor itself if these are all rows: making a view takes as long as an operation on a few
+    numbers.
+    """
     if isinstance(tensor, RowsByChunk) or rows.stop - rows.start < tensor.shape[0]:
         return tensor[rows]
     return tensor
@@ -151,7 +161,9 @@ def chunk_products(
     rows: int,
     retained: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each chunk and their u, (n, V), in memory that the chunks share; the first R, if any, are known."""
+    """Yields the rows of each chunk and their u, (n, V), in memory that all chunks share. The first R rows of u may be
+    saved.
+    """
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
         known, count = 0, chunk.stop - chunk.start
@@ -162,12 +174,13 @@ def chunk_products(
             u[:known].copy_(own)
         if known < count:
             rest, out = slice(chunk.start + known, chunk.stop), u[known:] if known else u
-            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)  # a copy of rows of input is not kept
+            # not bound to a name, so a gathered copy of rows is freed at once
+            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
         yield chunk, u
 
 
 def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
-    """For a backward kernel, before the product is overwritten."""
+    """Saves rows of the product for the backward kernel, before the product is overwritten."""
     if chunk.start < retained.shape[0]:
         own = retained[chunk, : product.shape[1]]
         own.copy_(product[: own.shape[0]])
@@ -176,7 +189,7 @@ def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
 def row_blocks(
     input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor, multiple: int = 1
 ) -> list[tuple]:
-    """Rows of each block of `nbytes`, counted as the chunk's are; their part of the product and of vectors."""
+    """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes // multiple, 1) * multiple
     if input.device.type == "cpu":

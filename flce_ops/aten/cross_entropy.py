@@ -1,9 +1,9 @@
-"""Kernels of the loss of given logits in plain ATen, a block of rows at a time in the accumulation dtype.
+"""The loss of given logits in plain ATen, one block of rows at a time, in the accumulation dtype.
 
     z = softcap tanh(logit_scale u / softcap) of the given u          G = (l p + m w + a [j = y]) dz/du
 
-as in flce_ops/aten/logits.py, without its GEMMs: `cross_entropy_forward` makes the numbers of a row, `..._backward` G
-from their cotangents, `..._with_grad` the scalar loss and G, which `..._with_grad_` writes over the logits.
+as in flce_ops/aten/logits.py, without its GEMMs. `cross_entropy_forward` computes the numbers of a row, `..._backward`
+G from their cotangents, `..._with_grad` the scalar loss and G. `..._with_grad_` writes G over the logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from .logits import (
     upcast,
     weighted_logits,
 )
-from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
+from .valid_tokens import check_target_range, kernel_of, on_valid_tokens, zero_where_ignored
 from .with_grad import loss_and_gradients, rows_of_call
 
 # N tokens, n rows of a block, V vocabulary
@@ -39,7 +39,7 @@ Call = LogitsForward | LogitsBackward | LogitsWithGrad
 
 
 def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of a block, and their u in memory of its own, (n, V)."""
+    """Yields the rows of each block, and a copy of their u, (n, V)."""
     logits = call.operands.logits
     dtype = accumulation_dtype(logits.dtype)
     step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
@@ -47,15 +47,8 @@ def copied_rows(call: Call) -> Iterator[tuple[slice, Tensor]]:
         yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
-@takes(LogitsForward)
-def forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
-    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(LogitsForward, checks_target=True)
+def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, argmax, lse_rest = outputs
     logits, target, weight = call.operands
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
@@ -71,14 +64,8 @@ def forward_of_rows(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
         lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
 
 
-@takes(LogitsBackward)
-def backward(call: LogitsBackward) -> Tensor:
-    grad_logits = meta.outputs(call)
-    on_valid_tokens(backward_of_rows, call, (grad_logits,), call.fills)
-    return grad_logits
-
-
-def backward_of_rows(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(LogitsBackward)
+def backward(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
     (grad_logits,) = outputs
     logits, target, weight = call.operands
     dtype = call.lse.dtype
@@ -109,7 +96,9 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
-    """`grad_logits` may be the logits: valid rows only move up, so none is overwritten before it is read."""
+    """`grad_logits` may be the logits. Compacted rows stand at or before their tokens' places, so no row is overwritten
+    before it is read.
+    """
     call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_valid_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])
     loss.copy_(call.reduction.loss(losses, call.operands.target != call.ignore_index))
@@ -123,7 +112,7 @@ def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
 
 
 class GivenRows:
-    """Where G goes: to the rows of grad_logits."""
+    """An Accumulator that writes G to the rows of grad_logits."""
 
     def __init__(self, grad_logits: Tensor) -> None:
         self.grad_logits = grad_logits

@@ -1,6 +1,6 @@
-"""Derivatives of the backward operator, in chunked ATen on every device: what create_graph=True and hessians reach.
+"""Derivatives of the backward operator, in chunked ATen on every device: what create_graph=True and hessians need.
 
-With z, p, f' as in flce_ops/aten/logits.py, the backward operator computes from cotangents a, l, m
+With z, p, f' as in flce_ops/aten/logits.py, the backward operator computes, from cotangents a, l, m,
 
     d_ij = l_i p_ij + m_i w_j + a_i [j = y_i]      G = d f'      (G @ linear_weight, G.T @ input, G.T @ 1)
 
@@ -8,16 +8,17 @@ Let input', linear_weight' and bias' be the cotangents of those three results. T
 
     u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'      z' = f' u'      lse'_i = sum_j p_ij z'_ij
 
-and p = exp(z - lse), where lse is the logsumexp of the same operands. It gets no cotangent of its own: what comes
-through it stands in dL/du. Apart, and rounded, it would not cancel the rest of that where a token is sure of its class.
+where p = exp(z - lse), and lse is the logsumexp of the same operands. lse gets no cotangent of its own: the terms
+through lse are part of dL/du. As a separate, rounded number they would not cancel the other terms if a token's class
+has nearly all of the probability.
 
     dL/da_i = z'_i,y_i        dL/dl_i = lse'_i        dL/dm_i = sum_j w_j z'_ij
     dL/du = l p (z' - lse') f' + d f'' u'                      f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
     dL/dinput = dL/du @ linear_weight + G @ linear_weight'
     dL/dlinear_weight = (dL/du).T @ input + G.T @ input'       dL/dlinear_bias = (dL/du).T @ 1
 
-The primed three alone have derivatives in turn (flce_ops/aten/backward_tangent.py): third derivatives are refused by
-name.
+Only the primed three have derivatives in turn (flce_ops/aten/backward_tangent.py). Third derivatives are refused with
+an error that names them.
 """
 
 from collections.abc import Sequence
@@ -25,25 +26,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.shards import target_columns
 from ..meta.arguments import DoubleBackward
-from ..meta.call import takes
 from .logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
 from .second_order import SecondOrder, slope_derivative
-from .valid_tokens import on_valid_tokens
+from .valid_tokens import kernel_of
 
 # N tokens, D hidden, V vocabulary
 
 
-@takes(DoubleBackward)
-def double_backward(call: DoubleBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    on_valid_tokens(double_backward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(DoubleBackward)
+def double_backward(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
     out_target, out_lse_cotangent, out_sum, *out = outputs
     input, linear_weight, target, _, weight = call.operands
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
@@ -64,5 +57,5 @@ def double_backward_of_rows(call: DoubleBackward, outputs: Sequence[Tensor]) -> 
         if call.logits.softcap is not None:
             grad_u += d * u_dot * slope_derivative(z, slope, call.logits)
         sums.add(rows, grad_u.to(input.dtype), apply_slope(d, slope))
-        del u_dot, z, slope, p, z_dot, d, grad_u  # before the next chunk's are allocated
+        del u_dot, z, slope, p, z_dot, d, grad_u  # frees memory before the next chunk is allocated
     sums.finish()

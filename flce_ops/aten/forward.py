@@ -1,14 +1,12 @@
-"""Kernel of linear_cross_entropy_forward: the numbers of a row that the loss needs."""
+"""linear_cross_entropy_forward: the numbers of each row that the loss needs."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.shards import target_columns
 from ..meta.arguments import Forward
-from ..meta.call import takes
 from ..support.readable import copy_bytes
 from .chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows_per_chunk, save_product
 from .logits import (
@@ -20,26 +18,16 @@ from .logits import (
     two_sum,
     weighted_logits,
 )
-from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
+from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 
-@takes(Forward)
-def forward(call: Forward) -> meta.Outputs:
-    outputs = meta.outputs(call)
-    target, num_classes = call.operands.target, call.operands.linear_weight.shape[0]
-    vocab_size = num_classes if call.vocab_size is None else call.vocab_size
-    call.all_count = check_target_range(target, vocab_size, call.ignore_index)
-    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(Forward, checks_target=True)
+def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
-    vocab_size = num_classes if call.vocab_size is None else call.vocab_size
     if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
@@ -66,7 +54,7 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
             if call.argmax:
                 max_logit[rows], argmax[rows] = logits.max(1)
             if call.mean_logit:
-                mean_logit[rows] = logits.sum(1) / vocab_size
+                mean_logit[rows] = logits.sum(1) / call.num_classes
             if call.expected_log_prob:
                 row_max, row_sum, first_moment = row_moments(logits)
                 expected[rows] = first_moment / row_sum - row_sum.log()
@@ -77,4 +65,4 @@ def forward_of_rows(call: Forward, outputs: Sequence[Tensor]) -> None:
             total, rest = two_sum(row_max, row_sum.log())
             own_lse.copy_(total)
             own_rest.copy_(rest)
-            del logits  # before the next block is allocated
+            del logits  # frees memory before the next block is allocated

@@ -12,16 +12,17 @@ from .chunks import product_is_rounded, rows_of, rows_per_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-# A CPU rounds logits to half: 6.6e-3 of error in grad_linear_weight. Rounding its sum once a chunk, 1.6e-3 times
-# sqrt(1 + chunks / 2), makes it 7.4e-3 with so many (dense torch: 7.0e-3). A float32 sum takes a tenth more time and
-# twice the memory of a step (bfloat16, 2048x512x32000).
+# On a CPU, rounding logits to half gives grad_linear_weight an error of 6.6e-3. Rounding the sum over chunks once a
+# chunk adds 1.6e-3 times sqrt(1 + chunks / 2): 7.4e-3 in all with this many chunks (dense torch: 7.0e-3). A float32 sum
+# would take a tenth more time and twice the memory of a step (bfloat16, 2048x512x32000).
 ROUNDED_CHUNKS_ON_CPU = 8
-# Of a product that waits to be added to a float32 sum: in a CPU's cache, 1.4 times as fast as all classes at once.
+# Bytes of a product that is added to a float32 sum. A part of the classes at a time stays in a CPU's cache, which is
+# 1.4 times as fast as all classes at once.
 PRODUCT_BYTES = 2 << 20
 
 
 def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
-    """Whether the `elements` of grad_linear_weight are summed over chunks in float32 for input's half dtype."""
+    """Whether grad_linear_weight, of `elements` half numbers, has a float32 sum over chunks."""
     rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
     return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
 
@@ -29,7 +30,7 @@ def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
 def rows_beside_gradients(
     input: Tensor, num_classes: int, want_weight: bool, *, reserved: int = 0, **matrices: int
 ) -> int:
-    """Rows of a chunk that fit the workspace with the float32 sum of grad_linear_weight, where there is one."""
+    """How many rows of a chunk fit the workspace beside the float32 sum of grad_linear_weight, if there is one."""
     rows = rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
     elements = num_classes * input.shape[1] * want_weight
     if not sums_in_float32(input, elements, -(-input.shape[0] // rows)):
@@ -44,22 +45,22 @@ class GradientAccumulator:
         self,
         input: Tensor,  # (N, D)
         linear_weight: Tensor,  # (V, D)
-        grads: Sequence[Tensor],  # three, as meta.outputs.Gradients
+        grads: Sequence[Tensor],  # three, in the order of meta.outputs.Gradients
         mask: list[bool],
         rows: int,  # of a chunk
         *,
-        adds: bool = False,  # to what grad_linear_weight holds; else it is written
+        adds: bool = False,  # add to what grad_linear_weight holds; otherwise overwrite it
     ) -> None:
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
         accumulate = accumulation_dtype(input.dtype)
         self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
         if sums_in_float32(input, self.weight_sum.numel(), -(-input.shape[0] // rows)):
-            self.weight_sum = self.weight_sum.to(accumulate)  # itself where it is that already
+            self.weight_sum = self.weight_sum.to(accumulate)  # the same tensor if it has that dtype
         self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        """G of a chunk, (n, V), in the accumulation dtype. `input` stands in for self.input[rows]."""
+        """Adds the G of a chunk, (n, V), in the accumulation dtype. `input` replaces self.input[rows]."""
         self.add_block(grad_logits, grad_logits)
         self.add_products(rows, grad_logits, input)
 
@@ -72,7 +73,7 @@ class GradientAccumulator:
             self.bias_sum += grad_logits.sum(0)
 
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
-        """G of some rows, to the place of their logits, where it may have been made."""
+        """Copies the G of some rows over their logits, unless G was made there."""
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
 

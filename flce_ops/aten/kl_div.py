@@ -1,14 +1,14 @@
-"""The operators in plain ATen, a chunk of rows at a time: the kernels of every device.
+"""linear_kl_div's operators in plain ATen, one chunk of rows at a time, for every device.
 
     z = softcap * tanh(logit_scale * (input @ linear_weight.T + linear_bias) / softcap)      (n, V), student
     t = the same of teacher_input, teacher_weight, teacher_bias                              (n, V), teacher
     log q = z - max z - log sum exp(z - max z)        log p = the same of t, or the logarithm of teacher_probs
                                                       (teacher_probs themselves for "cross_entropy")
 
-    divergence, G                        of a block of rows: flce_ops/objectives/divergence.py
+    divergence, G                        for a block of rows: flce_ops/objectives/divergence.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
 
-All (n, V) matrices live in the accumulation dtype (float32 for half operands); G is rounded once, for the GEMMs.
+All (n, V) matrices are in the accumulation dtype (float32 for half operands). G is rounded once, for the GEMMs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,13 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import LogitOptions
 from ..math.precision import accumulation_dtype
 from ..math.shards import log_denominator
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from ..meta.call import takes
 from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, Divergence
 from ..support.exchange import all_reduce
@@ -31,26 +29,28 @@ from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
 from .gradients import GradientAccumulator
 from .logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
-from .valid_tokens import on_valid_tokens, tokens_of
+from .valid_tokens import kernel_of, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
 
-# On a CPU chunks beyond the cache only slow the elementwise passes down.
+# On a CPU, chunks larger than the cache only slow down the elementwise passes.
 CPU_CHUNK_BYTES = 32 << 20
-# Fewer rows starve the GEMMs, and a half product of few rows is rounded before its sum has grown.
+# Fewer rows make the GEMMs inefficient, and a half product of few rows is rounded before its sum has grown.
 ROWS_AT_LEAST = 128
 BLOCK_BYTES = 1 << 18
 
 
 def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool) -> int:
-    """Rows whose matrices fit the workspace; the same on all ranks that share a vocabulary, whatever their shard."""
+    """How many rows' matrices fit the workspace. All ranks that share a vocabulary get the same number, whatever their
+    shards.
+    """
     input, linear_weight = operands.input, operands.linear_weight
     classes = linear_weight.shape[0] if options.vocab_size is None else -(-options.vocab_size // options.ranks)
     accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
     half = own < accumulate
-    matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # dz/du
-    row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a mask of bool; G rounded
-    row_bytes += operands.input.shape[1] * own  # a copy: valid_tokens.py
+    matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # one more for dz/du
+    row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a bool mask; G rounded
+    row_bytes += operands.input.shape[1] * own  # gathered rows: valid_tokens.py
     if operands.teacher_input is not None:
         row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.dtype.itemsize
     available = matrix_bytes(tokens_of(input))
@@ -67,7 +67,9 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
 
 
 def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
-    """0 where ignored. The softmax's gradient subtracts a row's sum: over a factor of inf every entry is inf - inf."""
+    """Row factors, 0 for ignored tokens. A factor of inf becomes nan: the softmax's gradient subtracts a row's sum, so
+    every entry would be inf - inf.
+    """
     factors = factors.masked_fill(factors.isinf(), torch.nan)
     return factors if valid is None else torch.where(valid, factors, 0.0)
 
@@ -75,7 +77,9 @@ def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
 def student_logits(
     operands: KlDivOperands, options: KlDivOptions, rows: slice, *, slope: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The chunk of input, (n, D), its logits, (n, V), and where wanted dz/du / logit_scale, (n, V) under a softcap."""
+    """Returns the chunk of input, (n, D), its logits, (n, V), and with `slope` and a softcap dz/du / logit_scale, (n,
+    V).
+    """
     input = operands.input[rows]
     product = chunk_product(input, operands.linear_weight, operands.linear_bias)
     if options.softcap is None or not slope:
@@ -98,26 +102,14 @@ def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slic
     return p if DIVERGENCES[options.kind].of_given_p else p.log()
 
 
-@takes(KlDivForward)
-def forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    on_valid_tokens(forward_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def forward_of_rows(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
+@kernel_of(KlDivForward)
+def forward(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
     divergence, shift, teacher_shift, student_kl = outputs
     stream_rows(call, divergence, shift, teacher_shift, student_kl)
 
 
-@takes(KlDivWithGrad)
-def with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    on_valid_tokens(with_grad_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(KlDivWithGrad)
+def with_grad(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
     shift, teacher_shift, student_kl = allocate(KlDivForward.results[1:], call)
@@ -129,20 +121,20 @@ def with_grad_of_rows(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
 
 
 def scale_of_products(row_scale: Tensor, options: KlDivOptions) -> Tensor:  # (N,)
-    """With the constant part of dz/du."""
+    """The row scales times logit_scale, the constant part of dz/du."""
     return row_scale if options.logit_scale is None else row_scale * options.logit_scale
 
 
 def stream_rows(
     call: KlDivForward | KlDivWithGrad | KlDivBackward,
-    divergence: Tensor | None,  # (N,) out; None: the next three are known
+    divergence: Tensor | None,  # (N,) out; None: backward, where the next three are given
     shift: Tensor,  # (2, N)
     teacher_shift: Tensor,  # (2, N), or (2, 0) with teacher_probs
     student_kl: Tensor,  # (N,), or (0,) for "forward"
     gradients: GradientAccumulator | None = None,
-    row_scale: Tensor | None = None,  # (N,), the constant part of dz/du included
+    row_scale: Tensor | None = None,  # (N,), logit_scale included
 ) -> None:
-    """One pass over the logits: the divergence of every row, and the gradients where they are wanted."""
+    """Runs one pass over the logits: computes the divergence of every row, and the gradients if they are wanted."""
     operands, options = call.operands, call.options
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
@@ -161,32 +153,34 @@ def stream_rows(
         for logits, known in softmaxes:
             logits.sub_(known[1, rows, None])
         del softmaxes, logits
-        # what the sums of a block and its gradient read is made once where no other rank has a part of the sums
+        # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
+        # summed before any gradient is made, so there is one block.
         for part in blocks_of(log_q) if options.ranks == 1 else [slice(0, log_q.shape[0])]:
             places = slice(rows.start + part.start, min(rows.start + part.stop, rows.stop))
             scale = None if gradients is None else row_scale[places].unsqueeze(1)
             finish_rows(call, log_q[part], log_p[part], places, divergence, student_kl, scale)
         grad_logits = log_q
-        del log_q, log_p  # before G is rounded
+        del log_q, log_p  # frees memory before G is rounded
         if gradients is not None:
             gradients.add(rows, apply_slope(grad_logits, slope), input)
-        del grad_logits, slope  # before the next chunk is allocated
+        del grad_logits, slope  # frees memory before the next chunk is allocated
     if gradients is not None:
         gradients.finish()
 
 
 def finish_rows(
     call: KlDivForward | KlDivWithGrad | KlDivBackward,
-    log_q: Tensor,  # (n, V), G in the end where it is wanted
+    log_q: Tensor,  # (n, V), overwritten with G if it is wanted
     log_p: Tensor,  # (n, V)
-    rows: slice,  # of the next two
-    divergence: Tensor | None,  # (N,) out; None: the next is known
+    rows: slice,  # the rows of the next two
+    divergence: Tensor | None,  # (N,) out; None: `student_kl` is given
     student_kl: Tensor,  # (N,)
-    scale: Tensor | None,  # (n, 1); None where no gradient is wanted
+    scale: Tensor | None,  # (n, 1); None if no gradient is wanted
 ) -> None:
     operands, options = call.operands, call.options
     kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
-    weighed = operands.teacher_probs is not None and not kind.of_student  # else probabilities add up to 1
+    # given probabilities need not add up to 1, so their sum is needed
+    weighed = operands.teacher_probs is not None and not kind.of_student
     number: Tensor | float = 1.0
     if divergence is None and kind.of_student:
         number = student_kl[rows]
@@ -208,14 +202,14 @@ def finish_rows(
 
 
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
-    """A part of the rows at a time, or what is small: what is made of a block is less than a matrix together."""
+    """Splits rows into blocks, so that the temporaries of a block together are smaller than one matrix."""
     rows, classes = matrix.shape
     step = max(-(-rows // 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
     yield from cut(0, rows, step, 1)
 
 
 def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:
-    """Themselves, or a part of the rows at a time."""
+    """Yields both matrices whole, or a block of rows at a time."""
     if whole:
         return [(slice(None), log_q, log_p)]
     return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
@@ -224,14 +218,14 @@ def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, T
 def row_sums(
     kind: type[Divergence], blocks: Iterable[tuple[slice, Tensor, Tensor]], beta: Tensor | None, weighed: bool
 ) -> Tensor:
-    """(k, n) of this rank's columns; the mass only where `weighed`."""
+    """The (k, n) sums over this rank's columns. The mass is included only if `weighed`."""
     count = kind.sums if weighed else kind.sums - 1
     terms = (kind.of_entry(log_q, log_p, beta)[:count] for _, log_q, log_p in blocks)
     return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
 
 
 def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
-    """Fills in (2, N) of each softmax, and subtracts the first of the two from its logits, (n, V)."""
+    """Fills in the (2, N) shift of each softmax, and subtracts its first number from the logits, (n, V)."""
     found = [shift_rows(logits) for logits, _ in softmaxes]
     row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
     denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
@@ -239,14 +233,8 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
         shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
 
 
-@takes(KlDivBackward)
-def backward(call: KlDivBackward) -> meta.Gradients:
-    grads = meta.outputs(call)
-    on_valid_tokens(backward_of_rows, call, grads, call.fills)
-    return grads
-
-
-def backward_of_rows(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
+@kernel_of(KlDivBackward)
+def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
     operands, options, shift = call.operands, call.options, call.shift
     scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
     rows = rows_per_chunk(operands, options, call.output_mask[1])

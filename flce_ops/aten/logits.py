@@ -1,20 +1,21 @@
-"""Logits, their softmax and their gradient in plain ATen, for the chunks of rows that the kernels of this package cut.
+"""Logits, their softmax and their gradient in plain ATen, for chunks of rows.
 
-    u = input @ linear_weight.T + linear_bias            (N, V), only a chunk of rows exists at a time: chunks.py
+    u = input @ linear_weight.T + linear_bias            (N, V), of which one chunk of rows exists at a time: chunks.py
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
     lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
     p = exp(z - lse)                expected_log_prob_i = hbar_i = sum_j p_ij (z_ij - lse_i)
 
-With cotangents l, a, m, h of the four and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softcap):
+With l, a, m, h the cotangents of these four row numbers, and f' = dz/du = logit_scale / cosh^2(logit_scale * u /
+softcap):
 
     G_ij = ((l_i + h_i (z_ij - lse_i - hbar_i)) p_ij + m_i w_j + a_i [j = y_i]) f'_ij
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
-z, p and G live in the accumulation dtype (float32 for half operands); G is rounded to the operands' dtype once, for the
-two GEMMs. The second derivatives stand in flce_ops/aten/double_backward.py.
+z, p and G are in the accumulation dtype (float32 for half operands). G is rounded to the operands' dtype once, for the
+two GEMMs. flce_ops/aten/double_backward.py has the second derivatives.
 
-What is done to a block of logits is done in place, by the kernels to rows of a chunk, by flce_ops/decompositions.py,
-which makes it functional, to blocks of classes.
+Functions on a block of logits work in place. The kernels apply them to rows of a chunk. flce_ops/decompositions.py
+applies them to blocks of classes and makes the result functional.
 """
 
 from typing import NamedTuple
@@ -25,14 +26,14 @@ from torch import Tensor
 from ..math.options import Cotangents, LogitOptions, changed
 from ..math.precision import accumulation_dtype
 from ..math.topk import in_columns
-from ..meta.arguments import Backward
+from ..meta.arguments import Backward, SupportBackward
 from .chunks import chunk_product
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
 
 def activate(
-    product: Tensor,  # u, (n, V), overwritten where it has the accumulation dtype
+    product: Tensor,  # u, (n, V), overwritten if it has the accumulation dtype
     options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
     logits = scale_logits(product, options.logit_scale)
@@ -41,10 +42,10 @@ def activate(
 
 
 def activate_with_slope(
-    product: Tensor,  # u, (n, V), overwritten where it has the accumulation dtype
+    product: Tensor,  # u, (n, V), overwritten if it has the accumulation dtype
     options: LogitOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """`activate`'s z, (n, V), and dz/du: (n, V); where it is the same for all one number, (), or None for 1."""
+    """`activate`'s z, (n, V), and dz/du: (n, V) with a softcap; otherwise one number, (), or None for 1."""
     softcap, logit_scale = options
     logits = scale_logits(product, logit_scale)
     if softcap is None:
@@ -61,7 +62,8 @@ def scale_logits(product: Tensor, logit_scale: Tensor | None) -> Tensor:  # (n, 
 def cap_with_slope(logits: Tensor, softcap: Tensor) -> tuple[Tensor, Tensor]:
     """softcap tanh(logits / softcap), in place, and its derivative 1 / cosh^2.
 
-    As 1 - tanh^2 that is a difference which cancels: in float32 wrong by 1 % at logits of 6 caps, all of it at 9.
+    Computing the derivative as 1 - tanh^2 would cancel: in float32 it is off by 1 % at logits of 6 caps, and has no
+    correct digit at 9.
     """
     logits.div_(softcap)
     slope = logits.cosh().reciprocal_().square_()
@@ -82,12 +84,12 @@ def chunk_logits_with_slope(
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
     options: LogitOptions,
-) -> tuple[Tensor, Tensor | None]:  # as of activate_with_slope
+) -> tuple[Tensor, Tensor | None]:  # as activate_with_slope
     return activate_with_slope(chunk_product(input, linear_weight, linear_bias), options)
 
 
 def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)
-    """Once, rather than in every block."""
+    """Converts once, instead of in every block."""
     return None if per_class is None else per_class.to(dtype)
 
 
@@ -97,16 +99,18 @@ def weighted_logits(logits: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns z into exp(z - row_max) in place; returns row_max and the row sums, (n,) each."""
+    """Replaces z by exp(z - row_max) in place. Returns row_max and the row sums, (n,) each."""
     row_max = finite_maximum(logits)
     row_sum = logits.sub_(row_max).exp_().sum(1)
     return row_max.squeeze(1), row_sum
 
 
 def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded sum and what rounding took from it (Knuth's two-sum; 0 where the sum is not finite, which makes nan).
+    """Returns the rounded sum, and what rounding took from it (Knuth's two-sum). The second is 0 if the sum is not
+    finite.
 
-    An lse of 1000 is right to 3e-5 in float32, and so would be every probability exp(z - lse) of its row.
+    In float32 an lse of 1000 has an error of 3e-5, and every probability exp(z - lse) of its row would inherit that
+    error.
     """
     total = large + small
     part = total - large
@@ -115,7 +119,9 @@ def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
-    """A vocabulary shard may have no class, or a bias of -inf on all of them: their exponentials are 0, not nan."""
+    """The row maximum, or the lowest finite number if a shard has no class or a bias of -inf on all classes.
+    Exponentials are then 0, not nan.
+    """
     lowest = torch.finfo(logits.dtype).min
     if logits.shape[1] == 0:
         return logits.new_full((logits.shape[0], 1), lowest)
@@ -128,43 +134,46 @@ def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tenso
 
 
 def row_moments(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As exponentiate_rows, and the row sums of E (z - row_max)."""
+    """Like exponentiate_rows; also returns the row sums of E (z - row_max)."""
     row_max = finite_maximum(logits)
     shifted = at_least_finite(logits.sub_(row_max)).clone()
     return row_max.squeeze(1), logits.exp_().sum(1), shifted.mul_(logits).sum(1)
 
 
 def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor) -> Tensor:  # (n,)
-    """log sum_j p_ij^2. The largest E of a row is 1, so neither sum under- or overflows."""
+    """log sum_j p_ij^2. The largest E of a row is 1, so neither sum underflows or overflows."""
     return exponentials.square().sum(1).log_() - 2.0 * row_sum.log()
 
 
 def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtracts row_max in place; returns it and log sum exp of what is left, (n,) each."""
+    """Subtracts row_max in place. Returns row_max and the log sum exp of the rest, (n,) each."""
     row_max = finite_maximum(logits)
     return row_max.squeeze(1), logits.sub_(row_max).exp().sum(1).log_()
 
 
 def at_least_finite(log_p: Tensor) -> Tensor:
-    """In place: p log p is 0, not 0 * -inf, where a bias of -inf switches a class off; exp(-10^4) is 0 in any dtype."""
+    """Clamps in place. If a bias of -inf switches a class off, p log p becomes 0, not 0 * -inf; exp(-10^4) is 0 in
+    every dtype.
+    """
     return log_p.clamp_(min=-1e4)
 
 
 class SoftmaxFactors(NamedTuple):
-    """G's part of p is (factor + expected (z - lse)) exp(z - lse); (n,) each, None for 0."""
+    """The factors of p in G: (factor + expected (z - lse)) exp(z - lse); (n,) each, None for 0."""
 
     lse: Tensor
-    factor: Tensor | None  # l - h hbar, times what the rounding of lse took from p
-    expected: Tensor | None  # h, times the same
+    factor: Tensor | None  # l - h hbar, corrected for the rounding of lse
+    expected: Tensor | None  # h, corrected likewise
 
     def of(self, rows: slice) -> "SoftmaxFactors":
         return changed(self, lambda factor: factor[rows])
 
 
-def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
-    """`grad_lse` as Cotangents.masked left it.
+def softmax_factors(call: Backward | SupportBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+    """The factors of a call. `grad_lse` comes from Cotangents.masked.
 
-    exp(z) of an ignored row, whose lse is 0, may be inf, and inf times its factor of 0 nan: its lse is inf here.
+    lse becomes inf for ignored rows. Their lse is 0, so exp(z - lse) may be inf, and inf times their factor of 0 is
+    nan.
     """
     lse, factor, expected = call.lse, grad_lse, call.grad_expected_log_prob
     if expected is not None:
@@ -189,19 +198,19 @@ def softmax_gradient(logits: Tensor, factors: SoftmaxFactors) -> Tensor:  # (n, 
 
 
 def add_sum(grad_logits: Tensor, grad_logit_sum: Tensor | None, weight: Tensor | None) -> None:
-    """m_i w_j, in place."""
+    """Adds m_i w_j in place."""
     if grad_logit_sum is None:
         return
     if weight is None:
         grad_logits += grad_logit_sum[:, None]
     else:
-        grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ makes an (n, V) copy
+        grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ would make an (n, V) copy
 
 
 def add_target_and_sum(
     grad_logits: Tensor,  # (n, V), in place
     column: Tensor,  # (n, 1) or (n, K)
-    cotangents: Cotangents,  # of these rows
+    cotangents: Cotangents,  # those of these rows
     weight: Tensor | None,  # (V,)
 ) -> None:
     add_sum(grad_logits, cotangents.grad_logit_sum, weight)

@@ -1,14 +1,16 @@
-"""Kernel of linear_cross_entropy_low_rank_with_grad: a head whose weight is frozen, and a pair of low rank beside it.
+"""linear_cross_entropy_low_rank_with_grad: a head with a frozen weight, and a low-rank pair beside it.
 
     for each chunk:    product = x @ W.T + h @ B.T        h: low_rank_input (n, r), B: low_rank_weight (V, r)
-                       G of it                            as in with_grad.py
+                       G from the product                  as in with_grad.py
                        dx = G @ W,  dh = G @ B,  dB += G.T @ h
 
-With class_scale c the product is c_j (x W_j + h B_j), and c_j G_ij stands for G_ij in the last line:
+With class_scale c, the product is c_j (x W_j + h B_j), and the last line has c_j G_ij in place of G_ij. The gradient of
+the scale is
 
                        dc_j += sum_i G_ij (x_i W_j + h_i B_j)
 
-Two GEMM passes of 2NDV and three of 2NrV, and no matrix of (V, D) beside W: neither W + B A nor its gradient.
+This takes two GEMM passes of 2NDV and three of 2NrV. It makes no (V, D) matrix beside W, neither W + B A nor its
+gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,35 +18,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.options import TokenStatistics
 from ..math.precision import accumulation_dtype
 from ..meta.arguments import LowRankWithGrad
-from ..meta.call import takes
 from ..support.readable import copy_bytes
 from .chunks import chunk_products
 from .gradients import GradientAccumulator
 from .logits import upcast
-from .valid_tokens import check_target_range, on_valid_tokens
+from .valid_tokens import kernel_of
 from .with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, r rank of the pair
 
 
-@takes(LowRankWithGrad)
-def low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_valid_tokens(low_rank_with_grad_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-def low_rank_with_grad_of_rows(call: LowRankWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(LowRankWithGrad, checks_target=True)
+def low_rank_with_grad(call: LowRankWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads = outputs
     input, linear_weight, pair_input, pair_weight, *_ = call.operands
     head = call.operands.head
-    reserved = copy_bytes(linear_weight) + 4 * pair_weight.numel()  # a float32 sum of its gradient
-    # beside u its product is kept unscaled
+    reserved = copy_bytes(linear_weight) + 4 * pair_weight.numel()  # and the float32 sum of low_rank_weight's gradient
+    # the gradient of class_scale needs the unscaled product beside u
     step = rows_of_chunk(call, head, False, reserved=reserved, matrices_beside=int(call.output_mask[4]))
     gradients = PairGradients(call, grads, step)
     scaled = call.operands.class_scale is not None
@@ -61,13 +54,13 @@ def with_pair(
     for rows, product in products:
         if product.dtype == pair_weight.dtype:
             product.addmm_(pair_input[rows], pair_weight.T)
-        else:  # cuBLAS's accumulator
+        else:  # the product is float32, cuBLAS's accumulator
             torch.addmm(product, pair_input[rows], pair_weight.T, out_dtype=product.dtype, out=product)
         yield rows, product
 
 
 class PairGradients:
-    """Where the G of chunks goes: gradients of input and linear_bias, of the pair, and of the class scale."""
+    """An Accumulator for the gradients of input and linear_bias, of the pair, and of the class scale."""
 
     def __init__(self, call: LowRankWithGrad, grads: Sequence[Tensor], rows: int) -> None:
         grad_input, grad_pair_input, grad_pair_weight, grad_bias, self.grad_scale = grads
@@ -82,7 +75,7 @@ class PairGradients:
         self.of_products = [grad_input, grad_pair_input, grad_pair_weight]
         self.scale_sum = torch.zeros_like(self.grad_scale, dtype=accumulate) if want_scale else None
         self.linear_bias = upcast(linear_bias, accumulate)
-        self.unscaled = grad_input  # (n, V), the product of the block at hand
+        self.unscaled = grad_input  # (n, V), the product of the current block
         nothing = grad_input.new_empty(0)
         self.head = GradientAccumulator(
             input, linear_weight, [grad_input, nothing, grad_bias], [want_input, False, want_bias], rows
@@ -98,7 +91,8 @@ class PairGradients:
     def scaled(self, block: Tensor) -> Tensor:  # (n, V), u in the accumulation dtype
         u = block.to(self.class_scale.dtype)
         if self.scale_sum is not None:
-            self.unscaled = block.clone() if u is block else block  # which holds G after round_block only
+            # `block` keeps the product until round_block writes G there
+            self.unscaled = block.clone() if u is block else block
         u *= self.class_scale
         return u if self.linear_bias is None else u.add_(self.linear_bias)
 
@@ -128,11 +122,12 @@ class PairGradients:
 
 
 def scale_of_gradient(call: LowRankWithGrad, class_scale: Tensor) -> Tensor:  # ()
-    """The power of two in which c_j G_ij, and the sums that its products make, are float16.
+    """A power of two by which c_j G_ij is multiplied, so that it and the sums of its products are in float16's range.
 
-    Plain torch rounds G and then c_j W_j. Entries of c_j G_ij itself, of a mean with c_j = 0.01, are below the smallest
-    normal number. The scale takes up what c_j takes away, unless G is large: a row's |G_ij| add up to 2 |l_i| at most,
-    so with the sum of row scales in it no product is larger than it is with c_j = 1 in a mean.
+    Plain torch rounds G and c_j W_j separately. The entries of c_j G_ij, say of a mean with c_j = 0.01, are below
+    float16's smallest normal number. The scale makes up for a small c_j, unless G is large. A row's |G_ij| sum to at
+    most 2 |l_i|. Since the scale is divided by the sum of row scales, no product is larger than it would be with c_j =
+    1 in a mean.
     """
     valid = call.operands.target != call.ignore_index
     scale = call.reduction.scale_of_tokens(valid, class_scale.dtype)

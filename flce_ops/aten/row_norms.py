@@ -1,4 +1,4 @@
-"""Norms of the rows of W + s B A, without that matrix: DoRA divides by them.
+"""Norms of the rows of W + s B A, without making that matrix. DoRA divides by them.
 
 ||W_j + s (B A)_j||^2 = ||W_j||^2 + 2 s B_j . (W A^T)_j + s^2 B_j (A A^T) B_j^T
 """

@@ -1,4 +1,4 @@
-"""A one-pass kernel's rows of logits become exponentials, and on the way the by-products that are asked for."""
+"""Turns a one-pass kernel's rows of logits into exponentials, and computes the requested statistics on the way."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,16 @@ from .logits import exponentiate_rows, log_sum_of_squares, row_moments
 
 
 def extra_matrices(asked: Statistics) -> int:
-    """Of the size of a block that exist beside it: z - row_max or E^2."""
+    """How many more matrices of a block's size exist: one for z - row_max or E^2."""
     return int(asked.entropy or asked.log_sum_sq_probs)
 
 
 def exponentiate_with_statistics(
-    logits: Tensor,  # (n, v), E in the end
+    logits: Tensor,  # (n, v), overwritten with E
     out: TokenStatistics,  # (N,) each
-    rows: slice,  # of `out`
+    rows: slice,  # the rows of `out`
     num_classes: int,  # V
-) -> tuple[Tensor, Tensor]:  # row_max and the row sums of E, (n,)
+) -> tuple[Tensor, Tensor]:  # row_max and the row sums of E, (n,) each
     if out.argmax is not None:
         out.argmax[rows] = logits.argmax(1)
     if out.mean_logit is not None:

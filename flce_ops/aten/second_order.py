@@ -1,7 +1,7 @@
-"""What the two derivatives of the backward operator share: the logits along a direction, and the products it ends in.
+"""Shared by the two derivatives of the backward operator: the logits along a direction, and the products at the end.
 
-With primes for a direction in input, linear_weight and linear_bias, G the logit gradient and G' its change (which of a
-double backward is dL/du),
+Primes mark a direction in input, linear_weight and linear_bias. G is the logit gradient and G' its change, which a
+double backward calls dL/du:
 
     u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'
     out_input = G' @ linear_weight + G @ linear_weight'       out_linear_weight = G'.T @ input + G.T @ input'
@@ -23,24 +23,24 @@ from .logits import chunk_logits_with_slope, probabilities
 
 
 class SecondOrder:
-    """Over chunks of rows; the sums of two results are kept in the accumulation dtype."""
+    """Loops over chunks of rows. Two of the results are summed over chunks, in the accumulation dtype."""
 
     def __init__(
         self,
         call: DoubleBackward,
         direction: tuple[Tensor | None, Tensor | None, Tensor | None],  # (N, D), (V, D), (V,)
-        out: Sequence[Tensor],  # three, as meta.outputs.Gradients
+        out: Sequence[Tensor],  # three, in the order of meta.outputs.Gradients
     ) -> None:
         self.call, self.out = call, out
         self.input, self.linear_weight, _, self.linear_bias, _ = call.operands
         valid = tokens_that_count(call.operands.target, call.ignore_index)
-        self.lse = torch.where(valid, call.lse, torch.inf)  # p is 0 where ignored
+        self.lse = torch.where(valid, call.lse, torch.inf)  # so p is 0 for ignored tokens
         self.along_input, self.along_weight, self.along_bias = direction
         self.weight_sum = torch.zeros_like(self.linear_weight, dtype=call.lse.dtype)
         self.bias_sum = torch.zeros_like(out[2], dtype=call.lse.dtype)
 
     def chunks(self) -> list[slice]:
-        # u', p and four on the way to G'; with a softcap slope and one more
+        # u', p and four temporaries of G'; with a softcap also the slope and one more
         matrices = 6 if self.call.logits.softcap is None else 8
         rows = rows_per_chunk(self.input, self.linear_weight.shape[0], matrices=matrices)
         return row_chunks(self.call, self.input, rows)
@@ -57,10 +57,11 @@ class SecondOrder:
         return change
 
     def logits(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
-        """z, dz/du and p of a chunk; p adds up to 1 within a rounding.
+        """Returns z, dz/du and p of a chunk. p is normalised, so that it adds up to 1 within rounding.
 
-        So z'_iy - sum_j p_ij z'_ij cancels where token i is sure of y: the lse that p is made with may come from
-        another GEMM, off by 2e-4 at logits of 2000. (A shard whose classes a bias of -inf switches off has no p.)
+        Without this, z'_iy - sum_j p_ij z'_ij would not cancel where token i gives y nearly all of the probability: lse
+        may come from another GEMM and is then off by 2e-4 at logits of 2000. (If a bias of -inf switches off all
+        classes of a shard, p is 0 there.)
         """
         call = self.call
         z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits)
@@ -68,7 +69,7 @@ class SecondOrder:
         return z, slope, p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
 
     def add(self, rows: slice, change: Tensor, gradient: Tensor) -> None:
-        """G' and G of a chunk, (n, V)."""
+        """Adds the G' and G of a chunk, (n, V) each."""
         out_input, x = self.out[0], self.input[rows]
         if self.linear_bias is not None:
             self.bias_sum += change.sum(0)
@@ -86,6 +87,6 @@ class SecondOrder:
 
 
 def slope_derivative(z: Tensor, slope: Tensor, options: LogitOptions) -> Tensor:  # (n, V)
-    """f'' of capped logits."""
+    """f'', the second derivative of capped logits."""
     derivative = z * slope * (-2.0 / options.softcap**2)
     return derivative if options.logit_scale is None else derivative * options.logit_scale

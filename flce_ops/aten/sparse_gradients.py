@@ -1,7 +1,7 @@
-"""A sparse G in ATen: a dense matrix in which the entries that are not kept are 0. It saves no time.
+"""A sparse G in ATen: a dense matrix with zeros for the entries that are not kept. It saves no time.
 
-product  (n, V)    of a chunk: becomes the G of the entries that are kept
-exact    (n, V)    G itself, beside it where only one of the two gradients is to be sparse
+product  (n, V)    of a chunk: overwritten with the kept entries of G
+exact    (n, V)    all of G, if only one of the two gradients is sparse
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,15 @@ from .gradients import GradientAccumulator
 
 # N tokens, n rows of a chunk, V vocabulary
 
-PARTS = 8  # rows take turns: keep_entries needs eight times what it is given, integers of 64 bits for an entry
+# keep_entries runs on this fraction of the rows at a time: it needs eight times the memory of its input, a 64-bit
+# integer for each entry
+PARTS = 8
 
 Call = WithGrad | VocabParallelWithGrad | Backward
 
 
 def draws_of(call: Call) -> tuple[Draws, ...]:
-    """What a body over rows is given besides: nothing where no gradient is to be sparse."""
+    """The extra arguments of a body over rows: none unless a gradient is sparse."""
     if not call.sparse.gradient_threshold or not any(call.sparse.products(call.output_mask)):
         return ()
     call.notes += ("a sparse gradient, as a dense matrix",)
@@ -35,12 +37,12 @@ def needs_exact(call: Call) -> bool:
 
 
 def whole_tiles(call: Call, rows: int) -> int:
-    """Rows of a chunk, where tiles of tokens are kept or not."""
+    """The rows of a chunk, rounded to whole tiles of tokens in the mode "tiles"."""
     return max(rows // LIVE, 1) * LIVE if call.sparse.gradient_mode == "tiles" else rows
 
 
 class SparseAccumulator(GradientAccumulator):
-    """Gradients of the entries that are kept; where one of the two is to be exact, that of a second matrix."""
+    """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
     def __init__(
         self,
@@ -58,7 +60,9 @@ class SparseAccumulator(GradientAccumulator):
             self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
 
     def keep(self, grad_logits: Tensor, slope: Tensor, column: Tensor, chunk: slice, rows: slice) -> None:
-        """Of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,), `column` the target's, (n, 1)."""
+        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); `column` is the target's,
+        (n, 1).
+        """
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         slope = slope if self.logit_scale is None else slope * self.logit_scale
@@ -66,7 +70,7 @@ class SparseAccumulator(GradientAccumulator):
             keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
             return
         draws, count = self.draws.of(rows), grad_logits.shape[0]
-        at_once = count // PARTS + 1  # the same on all ranks of a shard, which meet in each
+        at_once = count // PARTS + 1  # all ranks of a shard take the same parts, because they meet in each
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
             keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part), self.shard)

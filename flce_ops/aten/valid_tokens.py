@@ -1,33 +1,35 @@
-"""Ignored tokens: on a CPU they cost nothing, elsewhere what they hold is harmless.
+"""Ignored tokens: on a CPU they cost nothing. On other devices their values do no harm.
 
-A kernel allocates its results and hands the work to a body over chunks of rows, which reads every row it is given:
+A kernel is a body over chunks of rows, which reads every row it is given and fills in the results (kernel_of):
 
-    a CPU        indices = 1 3 4 6         the tokens that count, by index
-                 body on those rows        matrices are gathered a chunk at a time, vectors at once
+    a CPU        indices = 1 3 4 6         the indices of the valid tokens
+                 body on those rows        matrices are gathered chunk by chunk, vectors at once
                  row k -> row indices[k]   in place; the rows between are filled
-    elsewhere    body on all rows          a chunk of input is copied, its ignored rows as zeros
+    elsewhere    body on all rows          a chunk of input is copied, with zeros for ignored rows
                  results are filled where ignored
 
-How many tokens count is data. A CPU may look, a GPU's host would wait for everything that is queued. There zeros in
-input are the cheapest way to keep nan and inf out: they take D numbers a row where a mask of the logits takes V, and
-the product that makes grad_linear_weight reads them too.
+The number of valid tokens is data. A CPU may read it. On a GPU the host would have to wait for all queued work. There,
+zeros in input are the cheapest way to keep out nan and inf: they take D numbers a row, where a mask of the logits would
+take V, and the product for grad_linear_weight reads input, too.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import meta
 from ..math.topk import tokens_that_count
-from ..meta.call import Arguments
+from ..meta.call import Arguments, takes
 from ..meta.results import AtIgnored
 from ..objectives.row import RowObjective
 from ..support.target_range import assert_in_range, in_range
 
-# N tokens, n of them that are not ignored, K classes of a target, D hidden, V vocabulary
+# N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
-# What an ignored row of a matrix is read as: log 1 = 0, where log 0 = -inf.
+# What an ignored row of a matrix is read as. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
 MATRICES = {  # (N, ...)
     "input": 0.0,
     "low_rank_input": 0.0,
@@ -52,13 +54,13 @@ VECTORS = {  # (..., N)
     "token",
 }
 PER_TARGET = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
-SPREAD_BYTES = 2 << 20  # of rows that move at a time: in a CPU's cache
+SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
 
 
 class RowsByChunk:
-    """Stands in for an (N, D) matrix in what the bodies, chunks.py and gradients.py ask of it.
+    """Stands in for an (N, D) matrix, with what the bodies, chunks.py and gradients.py use of a tensor.
 
-    Rows are made when they are read. A copy of all of them would not fit a workspace that is smaller than input.
+    Rows are made when they are read: a copy of all rows would not fit a workspace that is smaller than input.
     """
 
     def __init__(
@@ -72,26 +74,50 @@ class RowsByChunk:
         self.shape = torch.Size((rows, matrix.shape[1]))
         self.tokens = matrix.shape[0]
         self.make = make
-        self.ignored = ignored  # rows of tokens that do not count; None where all do
+        self.ignored = ignored  # rows of ignored tokens; None if there are none
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.make(rows)
 
 
 def tokens_of(input: Tensor) -> int:
-    """N, ignored ones included: vectors of so many numbers exist beside a chunk."""
+    """N, including ignored tokens: vectors of this length exist beside a chunk."""
     return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
 
 
 def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N,)
-    """What a body reads at the ignored rows that it was given, if any."""
+    """The values, with 0 at ignored rows if the body got any."""
     ignored = input.ignored if isinstance(input, RowsByChunk) else None
     return values if ignored is None else values.masked_fill(ignored, 0)
 
 
-Body = Callable[..., None]  # of a call, the results that it fills in, and perhaps a direction
+Body = Callable[..., None]  # takes a call, the results to fill in, and perhaps a direction
 Results = Sequence[Tensor]
-Fills = Sequence[AtIgnored | None]  # None for a result that is not by token
+Fills = Sequence[AtIgnored | None]  # None for a result that has no entry for each token
+
+
+def kernel_of(
+    arguments: type[Arguments],
+    *,
+    checks_target: bool = False,  # an operator that a user's target comes to first
+    besides: Callable[[Any], tuple[Any, ...]] = lambda call: (),  # what the body is given behind the results
+) -> Callable[[Body], Callable]:
+    """Makes a kernel of its body: checks, results, and the rows that count."""
+
+    def decorate(body: Body) -> Callable:
+        @takes(arguments)
+        @functools.wraps(body)
+        def kernel(call: Any) -> Any:
+            outputs = meta.outputs(call)
+            if checks_target:
+                call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
+            results = (outputs,) if isinstance(outputs, Tensor) else outputs
+            on_valid_tokens(body, call, results, call.fills, *besides(call))
+            return outputs
+
+        return kernel
+
+    return decorate
 
 
 def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:
@@ -107,7 +133,7 @@ def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills,
 
 
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
-    """Whether it is known that no token is ignored: on a CPU one pass tells both."""
+    """Checks the targets. Returns whether no token is known to be ignored: on a CPU one pass tells both."""
     if not on_device and target.device.type == "cpu":
         if not target.numel():
             return False
@@ -119,7 +145,7 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, o
     return False
 
 
-def counted(call: Any) -> Tensor | None:  # (N,) bool, None for all
+def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if all are
     if "target" in call.index:
         return tokens_that_count(call.operands.target, call.ignore_index)
     return call.operands.valid
@@ -151,7 +177,9 @@ def with_valid_rows(
 
 
 def spread(rows: Tensor, indices: Tensor) -> None:
-    """Row k to row indices[k] >= k, in place: from the last to the first, none is overwritten that has yet to move."""
+    """Moves row k to row indices[k] >= k, in place. It goes from the last to the first, so no row is overwritten before
+    it moves.
+    """
     step = max(SPREAD_BYTES // max(rows[0].numel() * rows.element_size(), 1), 1)
     for start in reversed(range(0, len(indices), step)):
         to = indices[start : start + step]
@@ -171,11 +199,11 @@ def with_zeroed_rows(
 
     body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in direction))
     for result, fill in zip(results, fills):
-        # rows of grad_input are zeros times linear_weight; a shift fits the row of zeros it was made of
+        # rows of grad_input are already 0, as zeros times linear_weight; a shift of a row of zeros needs no change
         if fill is not None and result.dim() == 1 and len(result):
             result.masked_fill_(ignored, fill.fill)
 
 
 def by_name(values: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A named tuple with its values changed."""
+    """The named tuple with `change` applied to its values."""
     return type(values)(*(change(name, value) for name, value in values._asdict().items()))

@@ -1,7 +1,7 @@
-"""Kernels of the operators that make a scalar loss and its gradients from one pass over the logits.
+"""The operators that make a scalar loss and its gradients in one pass over the logits.
 
-loss_and_gradients is the loop over chunks and blocks of rows. An objective (flce_ops/objectives) says what is made of a
-row, `gradients` where G goes, and SharedRows what ranks that share the vocabulary tell each other of a chunk.
+loss_and_gradients loops over chunks and blocks of rows. An objective (flce_ops/objectives) computes a row's loss and
+slopes, an Accumulator receives G, and SharedRows exchanges row numbers if ranks share the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import meta
 from ..math.log_probs import surprisal
 from ..math.options import LogitOperands, Operands, TokenStatistics, changed
 from ..math.reduction import Reduction
@@ -25,7 +24,6 @@ from ..meta.arguments import (
     VocabParallelWithGrad,
     WithGrad,
 )
-from ..meta.call import takes
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..support.readable import copy_bytes
@@ -46,38 +44,13 @@ from .sparse_gradients import (
     needs_exact,
     whole_tiles,
 )
-from .valid_tokens import check_target_range, on_valid_tokens, zero_where_ignored
+from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
 
-@takes(WithGrad)
-def with_grad(call: WithGrad) -> meta.Outputs:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_valid_tokens(with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
-    return outputs
-
-
-@takes(PolicyWithGrad)
-def policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.operands.linear_weight.shape[0], call.ignore_index)
-    on_valid_tokens(policy_with_grad_of_rows, call, outputs, call.fills)
-    return outputs
-
-
-@takes(VocabParallelWithGrad)
-def vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
-    """flce_ops/distributed/one_pass.py says what it does."""
-    outputs = meta.outputs(call)
-    call.all_count = check_target_range(call.operands.target, call.vocab_size, call.ignore_index)
-    # all ranks see the same targets, so they keep the same rows and meet in the same exchanges
-    on_valid_tokens(vocab_parallel_with_grad_of_rows, call, outputs, call.fills, *draws_of(call))
-    return outputs
-
-
-def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
+@kernel_of(WithGrad, checks_target=True, besides=draws_of)
+def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
@@ -96,7 +69,8 @@ def with_grad_of_rows(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | 
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-def policy_with_grad_of_rows(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(PolicyWithGrad, checks_target=True)
+def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
@@ -109,9 +83,14 @@ def policy_with_grad_of_rows(call: RowLossWithGrad, outputs: Sequence[Tensor]) -
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-def vocab_parallel_with_grad_of_rows(
+@kernel_of(VocabParallelWithGrad, checks_target=True, besides=draws_of)
+def vocab_parallel_with_grad(
     call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
 ) -> None:
+    """flce_ops/distributed/one_pass.py says what it does.
+
+    All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
+    """
     loss, losses, *grads, argmax, _, _, _, _ = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, own, largest_shard = call.vocab_start, linear_weight.shape[0], shard_rows(call.vocab_size, call.ranks)
@@ -142,7 +121,7 @@ def rows_of_chunk(
     *,
     reserved: int,
     matrices_beside: int = 0,
-    matrices: int = 0,  # of all rows
+    matrices: int = 0,  # matrices with all rows of a chunk
 ) -> int:
     in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
     classes = operands.linear_weight.shape[0]
@@ -152,7 +131,7 @@ def rows_of_chunk(
 
 
 class SharedRows:
-    """Rows whose classes ranks share: what a rank knows of them alone becomes what is so of whole rows."""
+    """Rows whose classes are shared by ranks: combines a rank's numbers of a row with those of the others."""
 
     def __init__(self, exchange: Exchange, hit: Tensor, vocab_start: int, argmax: Tensor | None) -> None:
         self.exchange, self.hit, self.vocab_start, self.argmax = exchange, hit, vocab_start, argmax
@@ -172,25 +151,25 @@ class SharedRows:
         logit_sum: Tensor | None,
         largest: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """lse, what makes probabilities of E, target_logit, logit_sum."""
+        """Returns lse, the factor that turns E into probabilities, target_logit and logit_sum, all over whole rows."""
         own = [row_max + row_sum.log(), torch.where(self.hit[rows], target_logit, 0.0)]
         own += [] if logit_sum is None else [logit_sum]
         lse, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
         if self.argmax is not None:
             self.argmax[rows] = column
-        # a bias of -inf may switch off all of this rank's classes
+        # a bias of -inf may switch off all classes of this rank
         return lse, torch.where(row_sum > 0.0, share / row_sum, 0.0 * share), target_logit, logit_sum
 
 
 class RowsOfTokens(NamedTuple):
-    """What is known of N tokens, and where what is found goes, (N,) each."""
+    """Inputs and outputs of N tokens, (N,) each unless noted."""
 
-    input: Tensor  # (N, D), or the given logits
+    input: Tensor  # (N, D), or given logits (N, V)
     objective: RowObjective
     valid: Tensor
     column: Tensor  # (N, 1) or (N, K)
     reduction: Reduction
-    losses: Tensor  # out, as the next two
+    losses: Tensor  # out, as are the next two
     statistics: TokenStatistics = TokenStatistics()
     log_probs: Tensor | None = None
     class_weight: Tensor | None = None  # (V,)
@@ -205,7 +184,7 @@ def rows_of_call(
     statistics: TokenStatistics,
     target_weight: Tensor | None = None,  # (N, K)
 ) -> RowsOfTokens:
-    """Of cross-entropy."""
+    """The rows of a cross-entropy call."""
     input, target, num_classes, topk_weight = operands[0], operands.target, operands.num_classes, None
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
@@ -220,7 +199,7 @@ def rows_of_call(
 
 
 class Accumulator(Protocol):
-    """Where the G of chunks goes: a GradientAccumulator, or several."""
+    """Receives the G of chunks: a GradientAccumulator, or several."""
 
     def add_bias(self, grad_logits: Tensor) -> None: ...
 
@@ -234,18 +213,18 @@ class Accumulator(Protocol):
 def loss_and_gradients(
     call: Any,
     of_tokens: RowsOfTokens,
-    products: Iterator[tuple[slice, Tensor]],  # rows of a chunk, and their u (n, V), which become G
+    products: Iterator[tuple[slice, Tensor]],  # the rows of each chunk and their u (n, V), which is overwritten with G
     gradients: Accumulator,
-    scaled: Callable[[Tensor], Tensor] | None = None,  # makes u of a block of `products`
+    scaled: Callable[[Tensor], Tensor] | None = None,  # computes u from a block of `products`
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
-    if reduction.row_scale is None:  # counted once
+    if reduction.row_scale is None:  # counts the tokens once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
     for chunk, product in products:
-        # ranks meet once for a chunk
+        # ranks exchange once a chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
@@ -262,7 +241,7 @@ def loss_and_gradients(
                 )
                 lse_rest = None
             of_rows, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-            distance = torch.where(beside_topk(valid[rows], distance), distance, 0.0)  # an ignored row may have inf
+            distance = torch.where(beside_topk(valid[rows], distance), distance, 0.0)  # ignored rows may have inf
             losses[rows], slopes = of_rows.losses_and_slopes(distance, lse, logit_sum)
             if log_probs is not None:
                 log_probs[rows] = -distance
@@ -277,7 +256,7 @@ def loss_and_gradients(
             if isinstance(gradients, SparseAccumulator):
                 gradients.keep(grad_logits, cotangents.grad_lse, column[rows], chunk, rows)
             gradients.round_block(block, grad_logits)
-            del logits, grad_logits, slope  # before the next block is allocated
+            del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)
     gradients.finish()
     return reduction.loss(zero_where_ignored(input, losses), valid)

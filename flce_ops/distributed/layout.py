@@ -1,14 +1,15 @@
-"""What each mesh dimension shards, read off the placements of input and linear_weight; refusals of what does not fit.
+"""Finds what each mesh dimension shards, from the placements of input and linear_weight, and refuses layouts that do
+not fit.
 
     linear_weight   input        the mesh dimension shards    input is needed as    d input    d linear_weight
     Replicate       Shard(k)     tokens (k is not D)          Shard(k)              Shard(k)   Partial
     Shard(0)        any          the vocabulary               Replicate             Partial    Shard(0)
     Replicate       otherwise    nothing                      Replicate             Replicate  Replicate
 
-Layout is one_rank.py's protocol for DTensors: local tensors out, DTensors of results back.
+Layout implements one_rank.py's protocol for DTensors: it returns local tensors, and turns results into DTensors.
 
-Gradients return to the placement that the argument came in: Partial -> Replicate is one all_reduce, Partial -> Shard(k)
-(sequence parallelism) one reduce_scatter. A replicated weight's Partial gradient stays Partial, as F.linear's does.
+A gradient gets the placement of its argument: Partial -> Replicate takes one all_reduce, Partial -> Shard(k) (sequence
+parallelism) one reduce_scatter. A replicated weight's Partial gradient stays Partial, as F.linear's does.
 """
 
 import math
@@ -38,20 +39,26 @@ FSDP_HINT = (
 
 
 def splits(placement: Placement) -> bool:
-    """Shard, or the strided shard that (B, T, D) sharded along T becomes when it is flattened to (B T, D)."""
+    """Whether this is a Shard, or the strided shard that results from flattening (B, T, D), sharded along T, to (B T,
+    D).
+    """
     return not (placement.is_replicate() or placement.is_partial())
 
 
-BETWEEN_RANKS = 0x9E3779B97F  # seeds of steps that are counted do not meet: odd, and 2^23 ranks of it fit an int64
+# distance between the seeds of ranks. Seeds that count steps do not collide: it is odd, and 2^23 ranks of it fit an
+# int64
+BETWEEN_RANKS = 0x9E3779B97F
 
 
 @dataclass(eq=False)
 class Layout(OneRank):
-    """What each dimension of `mesh` shards. All tensors are DTensors on it, or plain and the same on every rank."""
+    """What each dimension of `mesh` shards. All tensors are DTensors on `mesh`, or plain tensors that are equal on all
+    ranks.
+    """
 
     mesh: DeviceMesh
-    tokens: tuple[Placement, ...]  # per mesh dimension: a shard of the token dimensions, or Replicate
-    vocabulary: tuple[bool, ...]  # per mesh dimension
+    tokens: tuple[Placement, ...]  # for each mesh dimension: a shard of a token dimension, or Replicate
+    vocabulary: tuple[bool, ...]  # for each mesh dimension: whether it shards the vocabulary
 
     def __post_init__(self) -> None:
         self.is_mesh = True
@@ -61,7 +68,9 @@ class Layout(OneRank):
     def placements(
         self, *, tokens: Placement | None = None, vocabulary: Placement | None = None
     ) -> tuple[Placement, ...]:
-        """One placement on the dimensions that shard tokens, one on those that shard the vocabulary, else Replicate."""
+        """`tokens` on the dimensions that shard tokens, `vocabulary` on those that shard the vocabulary, otherwise
+        Replicate.
+        """
         return tuple(
             (vocabulary if shards_vocabulary else tokens if splits(token) else None) or Replicate()
             for token, shards_vocabulary in zip(self.tokens, self.vocabulary)
@@ -76,7 +85,7 @@ class Layout(OneRank):
 
     @property
     def part_of_tokens(self) -> tuple[Placement, ...]:
-        """Of a number that is summed over the ranks that share the tokens."""
+        """The placements of a number that must be summed over the ranks that share the tokens."""
         return self.placements(tokens=Partial())
 
     def sharing(self) -> dict[str, Any]:
@@ -106,7 +115,7 @@ class Layout(OneRank):
         return None if local is None else local.reshape(math.prod(local.shape[:dims]), *local.shape[dims:])
 
     def per_class(self, tensor: Tensor | None) -> Tensor | None:
-        """The gradient is a part of the sum over the ranks that share the tokens."""
+        """Its gradient is Partial over the ranks that share the tokens."""
         gradient = self.placements(tokens=Partial(), vocabulary=Shard(0))
         return self.local(tensor, self.placements(vocabulary=Shard(0)), gradient=gradient, keep_partial=True)
 
@@ -123,7 +132,7 @@ class Layout(OneRank):
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:
-        """The sums of all ranks are added before they are divided."""
+        """The sums are added over all ranks before the division."""
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, loss, total, denominator)
 
     def result(self, found: Tensor) -> DTensor:
@@ -132,9 +141,9 @@ class Layout(OneRank):
         return globalize(self.mesh, local, self.tokens, (*self.shape, *topk))
 
     def sparse(self, sparse: SparseGradient) -> SparseGradient:
-        """A token's draws go by its place on its rank, so that rank's seed is its own.
+        """The options with this rank's own seed: a token's random numbers depend on its place on its rank.
 
-        Ranks that share the vocabulary have the same tokens, and the same seed: they keep what one device would.
+        Ranks that share the vocabulary have the same tokens and the same seed, so they keep what one device would.
         """
         if sparse.gradient_seed is None:
             return sparse
@@ -145,7 +154,9 @@ class Layout(OneRank):
         return sparse._replace(gradient_seed=self.whole(sparse.gradient_seed) + part * BETWEEN_RANKS)
 
     def vocabulary_range(self, num_classes: int) -> tuple[int, int]:
-        """(first class, number of classes) of this rank: chunks of ceil(V / ranks), the last ones short or empty."""
+        """This rank's (first class, number of classes). Ranks have ceil(V / ranks) classes; the last ones have fewer or
+        none.
+        """
         start, size = 0, num_classes
         coordinate = self.mesh.get_coordinate()
         for dim, shards_vocabulary in enumerate(self.vocabulary):
@@ -157,7 +168,7 @@ class Layout(OneRank):
 
 
 def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
-    """Of an entry's arguments by name, among them DTensors."""
+    """The layout of an entry operator's arguments, by name, some of which are DTensors."""
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if "logits" in tensors:
         layout, rows = layout_of_logits(op, **tensors), tensors["logits"]
@@ -172,7 +183,7 @@ def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
 
 
 def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP, **others: Tensor | None) -> Layout:
-    """`others`, by name, are on the same mesh or plain."""
+    """`others` are tensors by name, on the same mesh or plain."""
     check_both_distributed(input, linear_weight, op)
     input, linear_weight = cast(DTensor, input), cast(DTensor, linear_weight)
     check_placements(linear_weight, op)
@@ -217,7 +228,7 @@ def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str) -> Non
 
 
 def check_dense_shards(op: str, **tensors: DTensor | None) -> None:
-    with torch.no_grad():  # no work and no node in a graph
+    with torch.no_grad():  # makes no node in a graph
         check_dense(op, **{name: None if tensor is None else tensor.to_local() for name, tensor in tensors.items()})
 
 
@@ -246,11 +257,11 @@ def check_same_mesh(input: DTensor, op: str, **tensors: Tensor | None) -> None:
 
 
 def check_plain_target(target: Tensor, input: Tensor, op: str = OP) -> None:
-    """A plain target holds every token; the tokens of one rank alone cannot be told from a mistake."""
-    tokens = target.shape[: input.dim() - 1]  # a dimension of K classes may follow
+    """Checks that a plain target holds all tokens. If it holds only this rank's tokens, that could be a mistake."""
+    tokens = target.shape[: input.dim() - 1]  # K classes may follow as a dimension
     if isinstance(target, DTensor) or tokens == input.shape[:-1]:
         return
-    input = cast(DTensor, input)  # layout_of refuses others
+    input = cast(DTensor, input)  # layout_of refuses plain tensors
     hint = ""
     if tokens == input.to_local().shape[:-1]:
         hint = (
@@ -314,7 +325,9 @@ def check_teacher_layout(
 
 
 def accuracy_and_top1(argmax: DTensor, target: Tensor, ignore_index: int) -> tuple[DTensor, DTensor]:  # (), (...)
-    """The first of all ranks' tokens, on every rank: one all_reduce of two counts where the tokens are sharded."""
+    """The accuracy is over all ranks' tokens, and the same on every rank. If tokens are sharded, it takes one
+    all_reduce of two counts.
+    """
     mesh, tokens = argmax.device_mesh, argmax.placements
     own = localize(mesh, target, tokens)
     is_top1 = target_is_argmax(argmax.to_local(), own, ignore_index)

@@ -1,4 +1,4 @@
-"""From a DTensor to this rank's tensor, and the gradient's way back."""
+"""From a DTensor to this rank's tensor, and back for the gradient."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,11 @@ def localize(
     gradient: tuple[Placement, ...] | None = None,
     keep_partial: bool = False,
 ) -> Tensor | None:
-    """This rank's part of `tensor` under `placements`; a plain tensor counts as replicated.
+    """This rank's part of `tensor` under `placements`. A plain tensor counts as replicated.
 
-    The local gradients are parts of a gradient under `gradient` (default: `placements`). It returns to the placements
-    that `tensor` has, summed where it is Partial; with `keep_partial` it stays Partial if `tensor` did not move.
+    The local gradients are parts of a gradient under `gradient` (default: `placements`). The gradient returns to the
+    placements of `tensor`, summed if it is Partial. With `keep_partial` it stays Partial if `tensor` was not
+    redistributed.
     """
     if tensor is None:
         return None
@@ -33,17 +34,18 @@ def localize(
 
 
 def globalize(mesh: DeviceMesh, local: Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """A result (...) of this rank's part of it, whose size does not tell that of the whole."""
+    """A DTensor of shape `shape`, from this rank's part. Parts may have different sizes, so the shape must be given."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class ToLocal(Function):
-    """`tensor.redistribute(placements).to_local(grad_placements=gradient)`, right in three cases more.
+    """`tensor.redistribute(placements).to_local(grad_placements=gradient)`, correct in three more cases.
 
-    The DTensor gradient gets tensor's own shape and strides. to_local guesses them from the local gradient, wrongly for
-    uneven shards; AccumulateGrad then copies it on some ranks only, which on torch 2.11 waits for the others forever.
-    A Partial gradient is summed also where `placements` are tensor's own, and backward can be differentiated once more.
+    First, the gradient has the shape and strides of `tensor`. to_local guesses them from the local gradient, wrongly
+    for uneven shards. Then AccumulateGrad copies the gradient on some ranks only, which on torch 2.11 wait for the
+    others forever. Second, a Partial gradient is summed even if `placements` are the tensor's own. Third, backward can
+    be differentiated once more.
     """
 
     @staticmethod
@@ -58,11 +60,11 @@ class ToLocal(Function):
         ctx.gradient = gradient
         ctx.returns = gradient
         if not keep_partial:
-            # a Partial tensor's gradient is the same on every rank
+            # the gradient of a Partial tensor is the same on every rank
             ctx.returns = tuple(Replicate() if placed.is_partial() else placed for placed in tensor.placements)
         ctx.set_materialize_grads(False)
         local = tensor.redistribute(tensor.device_mesh, placements).to_local()
-        return local.view_as(local)  # a fresh tensor for autograd to mark
+        return local.view_as(local)  # a new tensor for autograd to mark
 
     @staticmethod
     def backward(ctx, grad: Tensor | None):
@@ -76,9 +78,10 @@ class ToLocal(Function):
 
 
 def laid_out_as(local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """A local part with its dimensions in memory in the order of the whole's strides, which it returns.
+    """A local part whose dimensions have the order in memory that the whole's strides have. Also returns the whole's
+    strides.
 
-    Where those leave gaps or overlap, the part and the whole are contiguous: AccumulateGrad's rule for plain leaves.
+    If the strides leave gaps or overlap, both are contiguous, as AccumulateGrad does for plain leaves.
     """
     contiguous = torch.empty(shape, device="meta").stride()
     if stride == contiguous:
@@ -92,18 +95,19 @@ def laid_out_as(local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> tu
 
 
 class SumOverRanks(Function):
-    """Partial to Replicate. Backward can be differentiated: each rank's use of the gradient is a part of a sum.
+    """Sums over ranks, Partial to Replicate. Backward can be differentiated, because each rank's use of the gradient is
+    a part of a sum.
 
-    The sum is that of `total`, divided by `denominator`, where they are given; the gradient is that of `local`'s sum.
-    The division is of local tensors: torch 2.13 cannot compile a graph that divides DTensors here.
+    The result is the sum of `total`, if given, divided by `denominator`, if given. Its gradient is that of the sum of
+    `local`. Local tensors are divided, because torch 2.13 cannot compile a graph that divides DTensors here.
     """
 
     @staticmethod
     def forward(
         ctx,
         mesh: DeviceMesh,
-        partial: tuple[Placement, ...],  # Partial on the dimensions of the ranks that are summed over
-        local: Tensor | None,  # (), like the next two
+        partial: tuple[Placement, ...],  # Partial on the mesh dimensions that are summed over
+        local: Tensor | None,  # (), as are the next two
         total: Tensor | None = None,
         denominator: Tensor | None = None,
     ) -> DTensor:

@@ -1,15 +1,15 @@
 """A sharded vocabulary's scalar loss and its gradients in one pass over the logits: 3 GEMM passes instead of 4.
 
-For each chunk of n rows, with this rank's classes:
+For each chunk of n rows, every rank runs this for its own classes:
 
     E = exp(z - reference)                       the chunk's only GEMM for logits
-    lse, target_logit, logit_sum of the shard    all_gather, 2 or 3 numbers a row: nothing else crosses ranks
-    lse, target_logit, logit_sum, losses         as vocab_parallel.py, on every rank
+    lse, target_logit, logit_sum of the shard    all_gather of 2 or 3 numbers a row: the only communication
+    lse, target_logit, logit_sum, losses         as in vocab_parallel.py, on every rank
     grad_linear_weight += G.T @ input            G from E and lse
-    grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, left to the caller
+    grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, which the caller adds
 
-Every rank must cut the same chunks: they follow from the largest shard, ceil(V / R) rows, and the workspace, which
-therefore has to be the same on all ranks.
+All ranks must use the same chunks. Chunks depend on the largest shard, ceil(V / R) rows, and on the workspace, which
+must therefore be the same on all ranks.
 """
 
 import torch
@@ -31,7 +31,7 @@ from .vocab_parallel import vocab_parallel_rows
 
 
 def applies(layout: Layout, problem: TokenLosses) -> bool:
-    """Whether all ranks take this path: the answer must not depend on the rank."""
+    """Whether all ranks take this path. The answer must not depend on the rank."""
     input, linear_weight, target, linear_bias, _ = problem.operands
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_facts(problem.loss, problem.logits)
@@ -41,7 +41,7 @@ def applies(layout: Layout, problem: TokenLosses) -> bool:
 
 
 def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
-    """() with a gradient, and the tokens' losses and statistics, constants."""
+    """Returns the loss () with a gradient, and the tokens' losses and statistics, which are constants."""
     start, _ = layout.vocabulary_range(layout.num_classes)
     input, linear_weight, _, linear_bias, _ = problem.operands
     call = VocabParallelWithGrad.bind(
@@ -59,7 +59,7 @@ def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Te
 
 
 class VocabParallelFunction(MadeInForward):
-    """It takes the layout behind the operator's own arguments."""
+    """Its arguments are the operator's, followed by the layout."""
 
     arguments = VocabParallelWithGrad
 
@@ -90,8 +90,8 @@ class VocabParallelFunction(MadeInForward):
 def differentiable_gradients(
     layout: Layout, call: VocabParallelWithGrad, leaves: list[Tensor | None], grad_loss: Tensor
 ) -> list[Tensor | None]:
-    # Asking for gradients by the operands is right for local tensors: each comes out of ToLocal and nothing else is
-    # made from it, so no path leads from one to another.
+    # torch.autograd.grad by the operands is correct for local tensors: each is a result of ToLocal and nothing else is
+    # made from it, so no path leads from one operand to another.
     problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
     rows = vocab_parallel_rows(layout, problem)
     losses = losses_of_rows(problem, layout.num_classes, *rows[:4])

@@ -1,7 +1,7 @@
-"""The layout of plain tensors: one rank has every token and every class. Layout in layout.py is that of DTensors.
+"""The layout of plain tensors: one rank has all tokens and all classes. Layout in layout.py is that of DTensors.
 
-The entries' bodies (flce_ops/entry/) are written in these methods, so that they need not know which of the two it is.
-This file does not import torch.distributed.
+The bodies of the entry operators (flce_ops/entry/) use only these methods, so that one body serves plain tensors and
+DTensors. This file does not import torch.distributed.
 """
 
 import math
@@ -17,17 +17,17 @@ from ..math.options import Operands
 
 
 class OneRank:
-    splits_vocabulary = False  # whether a rank has only some of the classes
+    splits_vocabulary = False  # whether each rank has only some of the classes
     is_mesh = False
-    shape: torch.Size  # (...), of all tokens
-    num_classes: int  # V, of all ranks
+    shape: torch.Size  # (...), over all tokens
+    num_classes: int  # V, over all ranks
 
     def measure(self, rows: Tensor, num_classes: int) -> None:
-        """Before the methods below; `rows` is (..., D) or (..., V)."""
+        """Must be called before the methods below. `rows` is (..., D) or (..., V)."""
         self.shape, self.num_classes = rows.shape[:-1], num_classes
 
     def head(self, call: Any) -> Operands:
-        """Those of an entry's call, flat."""
+        """The flattened operands of an entry operator's call."""
         self.shape, self.num_classes = call.input.shape[:-1], call.linear_weight.shape[0]
         if self.is_mesh:
             call.target, call.sparse = self.beside_tokens(call.target), self.sparse(call.sparse)
@@ -41,7 +41,8 @@ class OneRank:
         )
 
     def rows(self, tensor: Tensor | None) -> Tensor | None:  # (..., D) -> (N, D)
-        # as it is where it can be: a view would be a node of the graph; -1 has no answer in a vmap over nothing
+        # returned unchanged if possible: a view would be a node of the graph, and -1 has no answer under vmap over
+        # nothing
         if tensor is None or len(self.shape) == 1:
             return tensor
         return tensor.reshape(math.prod(self.shape), tensor.shape[-1])
@@ -57,17 +58,17 @@ class OneRank:
     columns = as_it_is  # (..., V) -> this rank's (..., v)
     per_class = as_it_is  # (V, D) or (V,) -> (v, D) or (v,)
     whole = as_it_is  # the same on every rank
-    number = as_it_is  # (), its gradient a sum over the ranks that share the tokens
-    beside_tokens = as_it_is  # (...), moved to the ranks of its tokens
-    sparse = as_it_is  # with a seed of the rank's own
-    sum_over_tokens = as_it_is  # (), of this rank's tokens -> of all
+    number = as_it_is  # (); its gradient is a sum over the ranks that share the tokens
+    beside_tokens = as_it_is  # (...), moved to the ranks that hold its tokens
+    sparse = as_it_is  # the options, with a seed of the rank's own
+    sum_over_tokens = as_it_is  # (), from this rank's tokens to all tokens
 
     def sharing(self) -> dict[str, Any]:
-        """Arguments of linear_kl_div's operators: the one mesh dimension that shards the vocabulary, if any does."""
+        """Arguments of linear_kl_div's operators: the mesh dimension that shards the vocabulary, if there is one."""
         return {}
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> Tensor:
-        """flce_ops.math.reduction.quotient of the sums over all tokens."""
+        """flce_ops.math.reduction.quotient, of sums over all tokens."""
         return reduction.quotient(loss, total, denominator)
 
     def result(self, found: Tensor) -> Tensor:  # (N,) or (N, K) -> (...) or (..., K)

@@ -1,4 +1,4 @@
-"""Row statistics when each rank holds some classes: O(N) numbers cross the ranks, never a logit or a weight.
+"""Row statistics if each rank holds some of the classes. Ranks exchange O(N) numbers, never a logit or a weight.
 
     rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0      logit_sum_r = sum of its w_j z_ij
               hbar_r = sum of its p log p        max_r, argmax_r = its largest logit and that one's class
@@ -8,11 +8,11 @@
     expected_log_prob = sum_r s_r (hbar_r + log s_r)    argmax: that of the largest max_r             on every rank
     with s_r = exp(lse_r - lse)
 
-Backward: d lse / d lse_r = exp(lse_r - lse), so each rank takes its own row of the cotangents and nothing is sent; what
-remains is the sum of grad_input over ranks, which belongs to the caller's placements.
+Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent. The sum
+of grad_input over ranks remains; it belongs to the caller's placements.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +27,26 @@ from ..math.shards import argmax_of_shards, lse_of_shards
 from ..math.statistics import Rows, asked_of_forward
 from ..math.topk import in_columns
 from ..ops.autograd import finite_in_empty_rows
+from ..ops.support_rows import forward_of_support
 from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
-IGNORED = -1  # in place of ignore_index, which may be the number of one of the columns of a rank's logits
+IGNORED = -1  # replaces ignore_index, which may be the index of a column of a rank's logits
 
 
 class ShardRows(NamedTuple):
-    """What a rank tells the others of its classes, (N,) each."""
+    """The numbers that a rank sends the others about its classes, (N,) each."""
 
     lse: Tensor
-    target_logit: Tensor  # (N, K) of such a target; 0 where another rank has it
-    others: dict[str, Tensor]  # what is asked for, by name
+    target_logit: Tensor  # (N, K) with a target (N, K); 0 for classes of other ranks
+    others: dict[str, Tensor]  # the requested numbers, by name
 
 
 def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
-    """The same on every rank of the vocabulary; statistics that are asked for are 0 where ignored.
+    """Rows that are equal on all ranks that share the vocabulary. Requested statistics are 0 for ignored tokens.
 
-    `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits; targets and class weights count the
+    `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits. Targets and class weights refer to the
     whole vocabulary.
     """
     target, num_classes = problem.operands.target, layout.num_classes
@@ -57,13 +58,13 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     target_logits = in_columns(shard.target_logit).unbind(1)
     gathered = gather_shards(layout, torch.stack([shard.lse, *target_logits, *shard.others.values()]))
-    lses, topk = gathered[:, 0], len(target_logits)  # (R, N), as each of the next
+    lses, topk = gathered[:, 0], len(target_logits)  # (R, N), as is each of the next
     others = dict(zip(shard.others, gathered[:, 1 + topk :].unbind(1), strict=True))
     lse, valid = lse_of_shards(lses), problem.valid
     target_logit = gathered[:, 1 : 1 + topk].sum(0).T.reshape(target.shape)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
-        log_share = lses.log_softmax(0).clamp(min=-1e4)  # of a rank that is switched off s log s is 0
+        log_share = lses.log_softmax(0).clamp(min=-1e4)  # for a rank whose classes are switched off, s log s is 0
         whole["expected_log_prob"] = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
     if "log_sum_sq_probs" in others:
         squares = 2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()
@@ -81,12 +82,13 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
 
 def rows_of_shard(
     problem: TokenLosses,
-    classes: slice,  # this rank's
+    classes: slice,  # those of this rank
     num_classes: int,
     asked: dict[str, bool],
 ) -> ShardRows:
-    """A rank that got no class (V < R, or ceil-sized chunks used up) is given one of zeros, whose numbers are then left
-    out: so it refuses targets as the others do, and each of its arguments joins the collectives of backward.
+    """A rank without classes (V < R, or the shards of ceil(V / R) rows are used up) gets one class of zeros, whose
+    numbers are then left out. So this rank refuses bad targets as the others do, and all of its arguments take part in
+    backward's collectives.
     """
     operands, empty = problem.operands, classes.start == classes.stop
     weight = None if operands.weight is None or empty else operands.weight[classes]
@@ -94,14 +96,12 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    results = ops.linear_cross_entropy_forward(
-        *operands,
-        ignore_index=problem.ignore_index,
-        **problem.logits._asdict(),
-        vocab_start=num_classes if empty else classes.start,
-        vocab_size=num_classes,
-        **asked,
-    )
+    options: dict[str, Any] = {"ignore_index": problem.ignore_index, **problem.logits._asdict(), **asked}
+    options |= {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes}
+    if problem.support is None:
+        results = ops.linear_cross_entropy_forward(*operands, **options)
+    else:
+        results = forward_of_support(operands, problem.support, num_classes, **options)
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
     numbers = {
         "logit_sum": logit_sum,
@@ -110,29 +110,31 @@ def rows_of_shard(
         "log_sum_sq_probs": squares,
         "mean_logit": mean_logit,
     }
-    others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in one order on all ranks
+    others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
     if empty:
-        lse, max_logit = 0.0 * lse - torch.inf, torch.full_like(lse, -torch.inf)
+        lse, max_logit = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.full_like(lse, -torch.inf)
         others = dict.fromkeys(others, torch.zeros_like(lse))
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:
             others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
-        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts to 2^24
+        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
         others["max_logit"] = max_logit
     return ShardRows(lse, target_logit, others)
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
-    """Of given logits, whose operators know one row as a whole: a target of another rank is given to them as a class
-    that they have, and its logit left out. Backward reads each rank's own logits a second time and sends nothing.
+    """The numbers of given logits. The operators on given logits know only whole rows: if another rank has the target,
+    they get a class that this rank has, and that logit is left out. Backward reads each rank's own logits a second time
+    and sends nothing.
     """
     logits, target, weight = problem.operands
     size, smoothed = classes.stop - classes.start, problem.loss.label_smoothing != 0.0
     column = target.long() - classes.start
     here = (column >= 0) & (column < size)
     somewhere = (target >= 0) & (target < num_classes)
-    column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))  # out of range it stays, to be refused
+    # an out-of-range target stays out of range, so that it is refused
+    column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))
     column = torch.where(problem.valid, column, IGNORED)
     target_logit, lse, logit_sum, argmax, _ = ops.cross_entropy_forward(
         logits if size else logits.new_zeros(logits.shape[0], 1),
@@ -143,7 +145,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
         **problem.logits._asdict(),
         argmax=problem.statistics.argmax,
     )
-    if not size:  # no class is left for this rank
+    if not size:  # this rank has no class
         nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         target_logit, lse, logit_sum = nothing, nothing - torch.inf, nothing
     others = {"logit_sum": logit_sum} if smoothed else {}
@@ -157,9 +159,9 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
-    """Rows of every shard of the vocabulary; backward hands each rank its own, without communication.
+    """The rows of all shards of the vocabulary. Backward gives each rank its own row, without communication.
 
-    Mesh dimensions that shard tokens are called Replicate here, so that nothing moves along them.
+    Mesh dimensions that shard tokens are declared as Replicate here, so nothing moves along them.
     """
     shards = DTensor.from_local(
         per_shard.unsqueeze(0), layout.mesh, layout.placements(vocabulary=Shard(0)), run_check=False

@@ -1,25 +1,26 @@
 """The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
 
 schemas.py             their arguments
-argument_types.py      refusals of wrong types by name
-arguments.py           refusals by name of what an argument must be
-refusals.py            the combinations that nobody wrote
-loss.py                the story of a loss, for plain tensors and DTensors, and for every objective
+argument_types.py      refuses wrong types, naming the argument
+arguments.py           checks the arguments, naming them in errors
+refusals.py            the combinations that are not implemented
+loss.py                how a loss is computed, for every objective, for plain tensors and DTensors
 
-cross_entropy.py       of a head
-low_rank.py            of a head with a low-rank pair (LoRA)
-logits.py              of given logits
-row_loss.py            of objectives with operators of their own: policy losses
-log_probs.py           log-probabilities, and what else is asked of a row
+cross_entropy.py       a head
+low_rank.py            a head with a low-rank pair (LoRA)
+logits.py              given logits
+row_loss.py            objectives with operators of their own: policy losses
+log_probs.py           log-probabilities and other results of a row
 kl_div.py              divergences from a teacher
 class_probabilities.py targets that are class probabilities
-positions.py           K-dimensional losses, a head for each position
+positions.py           K-dimensional losses: a head for each position
 
 metrics.py             return_metrics by name
-class_order.py         classes in an order of the user's, for a sparse gradient
+support.py             the classes that each token was sampled from
+class_order.py         the user's order of classes, for a sparse gradient
 learnt_scale.py        a scale that gets a gradient
-padded_vocabulary.py   the classes that vocabularies have but for their padding
-shifted_target.py      labels whose targets are the next ones
+padded_vocabulary.py   the classes of a vocabulary without its padding
+shifted_target.py      unshifted labels, whose targets are the next ones
 """
 
 from collections.abc import Callable
@@ -80,10 +81,12 @@ CAST = (
 
 
 def body_of(name: str) -> Callable:
-    """On what the operator takes. ONNX's exporter runs bodies to decompose them, and knows no inner operator."""
+    """The body of an entry operator. ONNX's exporter runs bodies to decompose them, but knows no inner operator, so it
+    is refused.
+    """
     arguments, results, body = ENTRIES[name]
     alone = results == "Tensor"
-    # whose inner operators export_decompositions() leaves out
+    # export_decompositions() has no decompositions of the inner operators of these
     whole = name == "linear_kl_div" or name.startswith("cross_entropy")
     instead = (
         "call torch's own formula there"
@@ -106,10 +109,10 @@ def body_of(name: str) -> Callable:
 BODIES = {name: body_of(name) for name in ENTRIES}
 for _name, (_arguments, _results, _) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
-    # On torch.func's key too: the bodies must run before any transform has been peeled off.
+    # Also on torch.func's key: the bodies must run before any transform is peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
-    # Where a program is decomposed the bodies run behind autocast's keys and would not see autocast.
+    # When a program is decomposed, the bodies run behind autocast's keys and would not see autocast.
     for _device_type in ("cpu", "cuda") if issubclass(_arguments, CAST) else ():
         _op = getattr(ops, _name).default
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

@@ -1,6 +1,7 @@
-"""Arguments of the public functions and modules by their annotations: a wrong type is refused by name before any work.
+"""Checks the arguments of public functions and modules against their annotations. A wrong type is refused by name
+before any work.
 
-What the annotations do not say, the checks of arguments.py do; an annotation that is not in KINDS says nothing.
+arguments.py checks what annotations cannot say. Annotations that are not in KINDS are not checked.
 """
 
 import difflib
@@ -18,7 +19,7 @@ from ..support.holes import refuse_hole
 
 Function = TypeVar("Function", bound=Callable)
 
-# Real and Integral are numpy's, behind those that an isinstance finds faster.
+# Real and Integral cover numpy's numbers. They stand last, because isinstance is slower on them.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     Tensor: ((Tensor,), "a tensor"),
     float: ((float, int, SymFloat, SymInt, Real), "a number"),
@@ -28,7 +29,7 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     types.NoneType: ((types.NoneType,), "None"),
 }
 
-# What other libraries name an argument, and what it is here.
+# Names that other libraries use for an argument, and the name here.
 ELSEWHERE = {
     "labels": ("target",),
     "input": ("logits",),
@@ -39,10 +40,11 @@ ELSEWHERE = {
 
 
 def typed(function: Function) -> Function:
-    """`function`, or the constructor of a class, with its arguments' types checked. Its `check` does that alone.
+    """Returns `function`, or a class's constructor, with checks of its arguments' types. `run.check` does only the
+    checks.
 
-    A tensor in place of a number would be read, its graph lost in silence: a function refuses it and says so, where no
-    gradient reaches that number. A module hands on what it holds.
+    If a function gets a tensor for a number to which no gradient flows, it refuses the tensor and says so: reading the
+    value would lose the tensor's graph silently. Modules pass on what they hold.
     """
     op = function.__qualname__.removesuffix(".__init__")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -54,7 +56,7 @@ def typed(function: Function) -> Function:
         fitting |= {name: (*fitting[name], Tensor) for name in numbers}
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Numbers that the dispatcher does not take become those that it does, in `kwargs`."""
+        """Also converts numbers that the dispatcher does not take, in `kwargs`."""
         for name, value in itertools.chain(zip(names, args), kwargs.items()):
             kinds = fitting.get(name)
             if kinds is None:
@@ -66,8 +68,8 @@ def typed(function: Function) -> Function:
                     f"{op}: expected {name} to be a number, got a tensor; no gradient is computed for {name}, so pass "
                     f"its value: {name}.item()"
                 )
-            if type(value) not in kinds:  # an isinstance that asks an ABC takes a microsecond
-                if not isinstance(value, kinds) or isinstance(value, bool):  # which is an int
+            if type(value) not in kinds:  # isinstance with an abstract base class takes a microsecond
+                if not isinstance(value, kinds) or isinstance(value, bool):  # a bool is an int
                     refuse_type(op, name, value, " or ".join(KINDS[part][1] for part in known[name]))
                 if name in kwargs and isinstance(value, Real) and not isinstance(value, float | int):
                     kwargs[name] = value = int(value) if isinstance(value, Integral) else float(value)
@@ -84,8 +86,8 @@ def typed(function: Function) -> Function:
 
 
 def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
-    """What a method took as further keywords: a wrapper around it could not be traced by torch.fx."""
-    if isinstance(misnamed, dict):  # else torch.fx's Proxy
+    """Refuses misnamed keywords that a method collected. torch.fx could not trace a wrapper around the method."""
+    if isinstance(misnamed, dict):  # otherwise a torch.fx Proxy
         for name in misnamed:
             refuse_name(op, name, names)
 
@@ -104,7 +106,7 @@ def refuse_type(op: str, name: str, value: Any, expected: str) -> NoReturn:
 
 
 def as_float(op: str, name: str, value: int, allowed: bool) -> float:
-    """Of an integer beyond int64."""
+    """An integer beyond int64 as a float, or an error."""
     try:
         if allowed:
             return float(value)

@@ -1,6 +1,7 @@
-"""Refusals of the public functions' arguments by name, before any work and without reading tensor data.
+"""Checks the public functions' arguments and refuses them by name, before any work and without reading tensor data.
 
-What does not go together is refusals.py's; what each argument must be by itself and beside the others stands here.
+This file checks each argument by itself and against the shapes of others. refusals.py has the combinations that are not
+implemented.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def check_arguments(call: CrossEntropy) -> None:
 
 
 def check_logits(op: str, call: LogitsCrossEntropy) -> None:
-    """The arguments of a loss of given logits."""
+    """Checks the arguments of a loss of given logits."""
     logits, target = call.logits, call.target
     check_dense(op, logits=logits, target=target, weight=call.weight)
     if logits.dtype not in SUPPORTED_DTYPES:
@@ -101,7 +102,7 @@ def check_row_loss(op: str, call: RowLoss) -> None:
 
 
 def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
-    """What only the entry of linear_kl_div knows, or must say before it reshapes `operands`."""
+    """Checks that only the entry of linear_kl_div can make, or must make before it reshapes `operands`."""
     target, input = call.target, operands.input
     check_dense(op, **operands._asdict(), target=target)
     if input.dim() < 1:
@@ -130,7 +131,7 @@ def check_reduced(
     hint: str = "",
     **per_token: Tensor | None,  # (...)
 ) -> None:
-    """What a loss of tokens adds up and divides by."""
+    """Checks what a loss of tokens multiplies, adds and divides by."""
     for name, tensor in (*per_token.items(), ("normalizer", call.normalizer)):
         if tensor is not None:
             check_dense(op, **{name: tensor})
@@ -162,7 +163,7 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int],
 
 
 def check_main_grad(op: str, call: CrossEntropy) -> None:
-    """What the buffer itself must be is checked where all operands are known: flce_ops/meta/main_grad.py."""
+    """flce_ops/meta/main_grad.py checks the buffer itself, where all operands are known."""
     assert call.main_grad is not None
     if call.main_grad.requires_grad:
         raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
@@ -174,7 +175,7 @@ def check_main_grad(op: str, call: CrossEntropy) -> None:
 
 
 def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
-    """Operands are in the dtype that autocast makes them."""
+    """Operands already have the dtype of autocast."""
     if wants_gradient(call):
         check_sparse(op, call.sparse, call.input)
     else:
@@ -182,7 +183,7 @@ def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | RowLoss) -> N
 
 
 def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
-    """The arguments that make logits, and the targets among them."""
+    """Checks the arguments that make logits, and the targets."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     if input.dim() < 1:
@@ -202,7 +203,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
 
 
 def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, topk: bool) -> None:
-    """(...), or with `topk` (..., K)."""
+    """Checks a target of shape (...), or with `topk` (..., K)."""
     if target.dtype not in TARGET_DTYPES:
         check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
@@ -223,7 +224,7 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
 
 
 def check_class_probabilities(call: CrossEntropy) -> None:
-    """A floating target."""
+    """Checks a floating target."""
     target, tokens, num_classes = call.target, call.input.shape[:-1], call.linear_weight.shape[0]
     if call.target_weight is not None:
         raise TypeError(
@@ -268,11 +269,13 @@ def check_ignore_index(op: str, ignore_index: int | None) -> None:
 
 
 def resolve_ignore_index(op: str, ignore_index: int | None, target: Tensor | None) -> int:
-    """None is the default of torch.nn.functional.linear_cross_entropy, and means -100 there; no class is negative."""
+    """The integer for ignore_index. None is the default of torch.nn.functional.linear_cross_entropy and means -100
+    there, which no class is.
+    """
     if ignore_index is None:
         return -100
     beyond_int32 = isinstance(ignore_index, int) and not -(2**31) <= ignore_index < 2**31
-    # compared with such targets it would wrap around, 2^32 - 100 to -100
+    # compared with int32 targets, it would wrap around: 2^32 - 100 to -100
     if beyond_int32 and target is not None and target.dtype == torch.int32:
         raise ValueError(f"{op}: expected ignore_index in the range of target's dtype torch.int32, got {ignore_index}")
     return ignore_index
@@ -293,18 +296,19 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
 
 
 def check_torch_options(op: str, options: object, dtype: torch.dtype | None = None) -> None:
-    """`options` of torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions, as far as it fits.
+    """Checks `options`, the torch.nn.LinearCrossEntropyOptions of torch.nn.functional.linear_cross_entropy, as far as
+    they apply.
 
-    allow_retain_graph                    always so here
-    batch_chunk_size, chunking_method     torch's bound on memory; taken, and of no effect: the workspace is the bound
-    acc_dtype                             that of the sums here: float32, float64 of float64 operands
-    acc_policy                            "auto", "compact", "balanced"; "accurate" promises half operands more
+    allow_retain_graph                    always allowed here
+    batch_chunk_size, chunking_method     torch's bound on memory: accepted, without effect; the workspace bounds memory
+    acc_dtype                             must be the dtype of sums here: float32; float64 for float64 operands
+    acc_policy                            "auto", "compact", "balanced"; "accurate" promises more for half operands
 
-    Without `dtype`, that of input, only what can never be right.
+    Without `dtype`, the input's, refuses only what can never be right.
     """
     if options is None:
         return
-    kind = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # since torch 2.13
+    kind = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # exists since torch 2.13
     if kind is None or not isinstance(options, kind):
         raise TypeError(f"{op}: expected options to be a torch.nn.LinearCrossEntropyOptions or None, got {options!r}")
     if dtype is None:

@@ -1,9 +1,10 @@
-"""Classes in an order of the user's, before tiles or blocks of them are formed for a sparse gradient.
+"""Reorders classes as the user asks, before tiles or blocks of classes are formed for a sparse gradient.
 
-    order        2 0 1        class at each place
-    place        1 2 0        place of each class: what a target becomes
+    order        2 0 1        the class at each place
+    place        1 2 0        the place of each class, which replaces it in targets
 
-A copy of linear_weight, and in backward its gradient put back: the price of an order that the ids do not have.
+This costs a copy of linear_weight, and in backward reordering its gradient. It pays if ids are not ordered by
+frequency.
 """
 
 from copy import copy
@@ -22,7 +23,7 @@ from .schemas import CrossEntropy
 
 
 def check_class_order(op: str, call: CrossEntropy) -> None:
-    """Whether the order is used or not."""
+    """Checks the order, whether it is used or not."""
     order = call.gradient_class_order
     if order is None:
         return
@@ -35,19 +36,19 @@ def check_class_order(op: str, call: CrossEntropy) -> None:
         order = cast(Any, order).full_tensor()
     ids = torch.arange(num_classes, device=order.device)
     inside = order.clamp(0, num_classes - 1)
-    # two places of one class cannot both be found again
+    # if a class stands at two places, only one of them is found again
     found = torch.zeros_like(order).scatter_(0, inside, ids)[inside] == ids
     check_value((found & (inside == order)).all(), f"{expected}, got an id twice or one outside")
 
 
 def in_class_order(call: CrossEntropy) -> CrossEntropy:
-    """Another call, of operands in the order: the accuracy is of `call`'s own target."""
+    """A copy of `call` with operands in the order. Accuracy is computed from the original call's target."""
     assert call.gradient_class_order is not None
     call = copy(call)
     call.gradient_class_order = order = with_own_place(call.gradient_class_order, call.ignore_index)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     ignored = call.target == call.ignore_index
-    # a class out of range stays so, for the operator to refuse
+    # a class out of range stays out of range, so that the operator refuses it
     inside = ~ignored & (call.target >= 0) & (call.target < order.shape[0])
     moved = place[torch.where(inside, call.target, 0).long()].to(call.target.dtype)
     call.target = torch.where(inside, moved, call.target)
@@ -60,7 +61,9 @@ def in_class_order(call: CrossEntropy) -> CrossEntropy:
 
 
 def with_own_place(order: Tensor, ignored: int) -> Tensor:
-    """A class that is ignore_index changes places with the one at its id: no other target becomes ignore_index."""
+    """If ignore_index is a class, moves that class to the place with its own id, so that no other target becomes
+    ignore_index.
+    """
     if not 0 <= ignored < order.shape[0]:
         return order
     swapped = torch.where(order == ignored, order[ignored], order)
@@ -68,12 +71,12 @@ def with_own_place(order: Tensor, ignored: int) -> Tensor:
 
 
 def moved_rows(rows: Tensor, place: Tensor) -> Tensor:
-    """As rows.index_select(0, order), whose backward fills with zeros and adds; this one's selects rows again."""
+    """rows.index_select(0, order). That function's backward fills with zeros and adds; this one's selects rows."""
     return rows.new_empty(rows.shape).index_copy_(0, place, rows)
 
 
 def in_order_of_ids(statistics: TokenStatistics, order: Tensor) -> TokenStatistics:
-    """The classes that are named, -1 as it is."""
+    """Maps the argmax back to ids of classes; -1 stays."""
     argmax = statistics.argmax
     if argmax is None:
         return statistics

@@ -1,8 +1,8 @@
-"""The loss of targets that are class probabilities, as F.cross_entropy takes them, without the (N, V) logits.
+"""The loss of targets that are class probabilities, as in F.cross_entropy, without the (N, V) logits.
 
-linear_kl_div's operators compute it, as a kind of their own; flce_ops/objectives/class_probabilities.py has the
-formula. The loss of a token whose q has a negative entry is nan. The mean divides by all tokens: ignore_index and the
-class weights are not in its denominator.
+linear_kl_div's operators compute it, as a kind of its own. flce_ops/objectives/class_probabilities.py has the formula.
+The loss of a token is nan if its q has a negative entry. The mean divides by the number of all tokens: neither
+ignore_index nor class weights change its denominator.
 """
 
 import torch

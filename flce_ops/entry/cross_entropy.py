@@ -1,7 +1,8 @@
 """linear_cross_entropy: the bodies of flce::linear_cross_entropy and of flce::linear_cross_entropy_metrics.
 
-The entries are CompositeImplicitAutograd, as ATen's scaled_dot_product_attention: they see requires_grad, autocast and
-tensor subclasses, and everything they do beyond the inner operators is ordinary differentiable ATen over N numbers.
+The entry operators are CompositeImplicitAutograd, as ATen's scaled_dot_product_attention is. Their bodies see
+requires_grad, autocast and tensor subclasses. What they do beyond the inner operators is differentiable ATen over N
+numbers.
 """
 
 from functools import partial
@@ -32,9 +33,10 @@ NOTHING = Statistics()
 
 
 def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
-    """Body of torch.ops.flce.linear_cross_entropy_metrics; (0,) in place of what is not asked for.
+    """Body of torch.ops.flce.linear_cross_entropy_metrics. Results that are not requested are (0,).
 
-    (loss, token_accuracy, is_top1, argmax, lse, entropy, log_sum_sq_probs, mean_logit), the first two with argmax.
+    Returns (loss, token_accuracy, is_top1, argmax, lse, entropy, log_sum_sq_probs, mean_logit). token_accuracy and
+    is_top1 come with argmax.
     """
     loss, statistics = composite(call, call.statistics)
     accuracy = is_top1 = None
@@ -45,7 +47,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
 
 
 def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, TokenStatistics]:
-    """Body of torch.ops.flce.linear_cross_entropy, whose result is the first."""
+    """Body of torch.ops.flce.linear_cross_entropy, which returns the first of the two results."""
     if call.main_grad is not None:
         check_main_grad(OP, call)
     if call.gradient_class_order is not None:
@@ -88,7 +90,7 @@ def one_pass_applies(problem: TokenLosses) -> bool:
 
 
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
-    """() with its gradients, and the losses of tokens (N,)."""
+    """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
     asked, options = problem.statistics, problem.options
     input, linear_weight, _, linear_bias, _ = problem.operands
     mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]

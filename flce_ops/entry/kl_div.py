@@ -1,7 +1,8 @@
-"""linear_kl_div, the body of flce::linear_kl_div: picks the path, flattens the tokens, reduces in ATen over N numbers.
+"""linear_kl_div: the body of flce::linear_kl_div. It flattens the tokens, picks the path, and reduces in ATen over N
+numbers.
 
-With the vocabulary sharded, O(N) numbers cross the ranks inside the operators (flce_ops/math/shards.py) and neither
-logits nor weights move. The teacher's weight is laid out like the student's.
+If the vocabulary is sharded, ranks exchange O(N) numbers inside the operators (flce_ops/math/shards.py). Logits and
+weights do not move. The teacher's weight is sharded as the student's is.
 """
 
 import torch
@@ -66,7 +67,9 @@ def kl_div_options(call: KlDiv) -> KlDivOptions:
 
 
 def resolve_kind(kind: str, beta: Number) -> str:
-    """beta = 0 and 1 name the two divergences that "jsd" tends to, up to the factors beta and 1 - beta."""
+    """The kind to compute. At beta = 0 and 1, "jsd" means the divergence that it tends to, up to the factors beta and 1
+    - beta.
+    """
     if kind != "jsd" or 0.0 < beta < 1.0:
         check_kind(OP, kind)
         return kind
@@ -78,7 +81,7 @@ def resolve_kind(kind: str, beta: Number) -> str:
 def flatten_tokens(
     layout: OneRank, operands: KlDivOperands, target: Tensor | None = None, ignore_index: int = -100
 ) -> KlDivOperands:
-    """(..., D) as (N, D) of this rank, and which tokens count."""
+    """Flattens (..., D) to this rank's (N, D), and finds the valid tokens."""
     layout.measure(operands.input, operands.linear_weight.shape[0])
     target = layout.per_token(target)
     return KlDivOperands(
@@ -98,7 +101,7 @@ def weigh_tokens(
     token_weight: Tensor | None,  # (N,)
     denominator: Tensor | None,  # ()
 ) -> tuple[KlDivOperands, Tensor]:
-    """Without the tokens of weight 0, which the denominator counts; (N,) weights."""
+    """Marks tokens of weight 0 as not valid; the denominator still counts them. Also returns the weights, (N,)."""
     input = operands.input
     dtype = accumulation_dtype(input.dtype)
     if token_weight is None:
@@ -120,7 +123,7 @@ def weighted_loss(
     token_weight: Tensor,  # (N,)
     denominator: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor]:
-    """Two numbers for `quotient`, in one pass with the gradients where those are wanted."""
+    """Returns the two numbers that `quotient` takes. Gradients, if wanted, are made in the same pass."""
     input, linear_weight, linear_bias = operands[:3]
     factor = row_factor(operands.valid, token_weight, denominator)
     if not gradients_in_the_same_pass(input, linear_weight, linear_bias):

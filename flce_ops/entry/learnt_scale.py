@@ -1,9 +1,9 @@
-"""A logit_scale or temperature that is a tensor (CLIP's scale, a learnt temperature): it gets its gradient.
+"""A logit_scale or temperature that is a tensor, such as CLIP's scale or a learnt temperature, and gets a gradient.
 
     s (input @ linear_weight.T + linear_bias) = (s input) @ linear_weight.T + s linear_bias
 
-so it is multiplied into the operands of size (..., D) and (V,), which are rounded to their dtype once, and the
-operators need not know it. A number stays a number, which the kernels apply in float32.
+So the scale is multiplied into the operands of size (..., D) and (V,), which are rounded to their dtype once, and the
+operators need not know it. A scale that is a number stays a number, which the kernels apply in float32.
 """
 
 import math
@@ -28,7 +28,7 @@ def apply_learnt_scale(
     temperature: Number | Tensor,
     softcap: Number | None,
 ) -> tuple[Tensor, Tensor | None, Number, Number]:
-    """Scaled input and linear_bias; the logit_scale and temperature that are left to the operator."""
+    """Returns the scaled input and linear_bias, and the logit_scale and temperature that remain for the operator."""
     if isinstance(temperature, Tensor):
         check_scale(op, "temperature", temperature, input)
         if softcap is not None:
@@ -53,10 +53,11 @@ def scaled(rows: Tensor, scale: Tensor) -> Tensor:  # (..., D), () -> (..., D)
 
 
 class Scaled(Function):
-    """rows * scale. A row whose gradient is 0 is left out of scale's where 0 times it would be nan.
+    """rows * scale. Rows that are not finite and whose gradient is 0 are left out of the scale's gradient, where 0
+    times the row would be nan.
 
-    An ignored token may hold anything, and a bias of -inf switches a class off. A row that counts and holds nan has a
-    gradient of nan, and finite rows keep the derivative by theirs.
+    Such rows belong to ignored tokens, which may hold anything, or to classes that a bias of -inf switches off. A valid
+    row with nan has a gradient of nan, and finite rows keep their part of the derivative.
     """
 
     generate_vmap_rule = True

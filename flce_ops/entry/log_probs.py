@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and what else a row of logits is asked for, from one pass that holds no logits.
+"""Log-probabilities of given tokens, and other results of a row of logits, in one pass that never holds the logits.
 
 torch.ops.flce.linear_log_probs -> composite -> linear_cross_entropy_forward -> ATen over N numbers
 
@@ -16,6 +16,7 @@ from ..objectives.cross_entropy import LossOptions
 from .arguments import check_head
 from .loss import layout_of_call, rows_of
 from .schemas import LogProbs
+from .support import support_of_call
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 
@@ -23,13 +24,15 @@ OP = "linear_log_probs"
 
 
 def composite(call: LogProbs) -> tuple[Tensor, ...]:
-    """Body of torch.ops.flce.linear_log_probs; (0,) in place of what is not asked for."""
+    """Body of torch.ops.flce.linear_log_probs. Results that are not requested are (0,)."""
     layout = layout_of_call(OP, call)
     check_head(OP, call)
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     logits = logit_options(call.numbers, operands.input)
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked, sparse=call.sparse)
+    support = support_of_call(OP, layout, call, operands.target)
+    of_rows = operands, call.ignore_index, LossOptions(), logits, asked
+    problem = TokenLosses(*of_rows, sparse=call.sparse, support=support)
     rows = rows_of(layout, problem)
     numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
     of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)

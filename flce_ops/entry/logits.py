@@ -1,11 +1,13 @@
-"""cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and of those that may overwrite them.
+"""cross_entropy of given logits: the bodies of flce::cross_entropy, ..._metrics, and their variants that may overwrite
+the logits.
 
 composite -> losses_with_grad       ..._with_grad_ | ..._with_grad
-          -> losses_and_statistics  ..._forward, then differentiable ATen; where ranks share the classes always
+          -> losses_and_statistics  ..._forward, then differentiable ATen; always if ranks share the classes
 
-DTensors are not overwritten.
+DTensors are never overwritten.
 
-Autocast changes nothing: whatever the logits' dtype, the loss is float32 (float64), as F.cross_entropy's there.
+Autocast changes nothing: for logits of any dtype the loss is float32 (float64 for float64), as F.cross_entropy's is
+under autocast.
 """
 
 import math
@@ -30,7 +32,7 @@ OP = "cross_entropy"
 
 
 def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, token_accuracy, argmax)."""
+    """Returns (loss, token_accuracy, argmax)."""
     loss, argmax = composite(call, handed_over, argmax=True)
     assert argmax is not None
     return loss, accuracy_and_top1(argmax, call.target, call.ignore_index)[0], argmax
@@ -53,11 +55,11 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
 
 
 def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
-    """(N, V), and whether that is a copy, which is nobody else's."""
+    """Returns the logits as (N, V), and whether that is a copy, which nobody else can see."""
     shape = (math.prod(logits.shape[:-1]), logits.shape[-1])
     try:
         return logits.view(shape), False
-    except (RuntimeError, ValueError):  # ValueError: a fake tensor's
+    except (RuntimeError, ValueError):  # ValueError: from a fake tensor
         return logits.reshape(shape), True
 
 
@@ -79,7 +81,7 @@ def losses_of_handed_over(
 def losses_with_grad(
     op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
-    """() with its gradient, and the losses of tokens (N,)."""
+    """Returns the loss () with its gradient, the losses of tokens (N,), and the statistics."""
     argmax = problem.statistics.argmax
     loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=argmax)
     return loss, losses, TokenStatistics(largest if argmax else None)

@@ -1,22 +1,24 @@
-"""The loss of tokens, one story for every source of logits, objective and layout.
+"""How a loss of tokens is computed, for every source of logits, objective and layout.
 
-    layout_of_call                        plain tensors, or DTensors; combinations that nobody wrote are refused
+    layout_of_call                        plain tensors, or DTensors; refuses combinations that are not implemented
     loss_of_tokens -> from_forward        reduction="none"
                    -> with_grad           a training step's loss, divided by the operator
                    -> with_grad | from_forward       another scalar loss, reduced in ATen
 
-An objective brings two functions: from_forward, the losses of tokens as differentiable ATen over what a forward
-operator found of each row, and with_grad, an operator that makes a scalar loss and its gradients in one pass.
+An objective brings two functions. from_forward computes the losses of tokens in differentiable ATen, from the row
+numbers that a forward operator returned. with_grad calls an operator that makes a scalar loss and its gradients in one
+pass.
 
-The numbers of rows come from one of the forward operators:
+The numbers of rows come from a forward operator:
 
-    a head             linear_cross_entropy_forward        logits made and thrown away
-    given logits       cross_entropy_forward               logits read
-    ranks that share the vocabulary                        one of the two on each, one exchange: vocab_parallel.py
+    a head             linear_cross_entropy_forward        logits are computed and discarded
+    given logits       cross_entropy_forward               logits are read
+    a support          linear_support_forward              logits of the classes that it names
+    a shared vocabulary                                    one of the two on each rank, one exchange: vocab_parallel.py
 
-Tokens whose loss is multiplied by 0 are left out as ignored ones are. They stay in the denominators and in
-token_accuracy, which go by the target. They are computed where their losses are wanted, as the gradient of
-token_weight; where metrics are; and over a denominator of 0 or nan, which makes nan of a weight of 0 as of any other.
+Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
+which depend on the target. They are computed in three cases: their losses are wanted, as the gradient of token_weight;
+metrics are wanted; the denominator is 0 or nan, which turns every weight into nan.
 """
 
 from collections.abc import Callable
@@ -44,6 +46,7 @@ from ..math.topk import beside_topk
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
+from ..ops.support_rows import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
@@ -52,20 +55,20 @@ from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
 
 NOTHING = TokenStatistics()
 Call = CrossEntropy | LogitsCrossEntropy | RowLoss
-Found = tuple[Tensor | None, ...]  # (N,) each, what else is asked for
-# Losses (N,), 0 where ignored.
+Found = tuple[Tensor | None, ...]  # (N,) each, the other requested results
+# Returns losses (N,), 0 for ignored tokens.
 FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]
-# The loss () with its gradients, and the losses.
+# Returns the loss () with its gradients, and the losses.
 WithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
 
 
 def layout_of_call(op: str, call: Arguments) -> OneRank:
-    """And the operands in the dtype of autocast."""
+    """The layout of the call's tensors. Also casts the operands to autocast's dtype."""
     features = features_of(call)
     refuse(op, call, features)
     layout = OneRank()
     if "DTensors" in features:
-        from ..distributed.layout import layout_of_arguments  # torch.distributed.tensor: only for its users
+        from ..distributed.layout import layout_of_arguments  # imports torch.distributed.tensor only for its users
 
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
@@ -100,7 +103,10 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         options |= asked_of_forward(problem.statistics)
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
-    found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+    if problem.support is None:
+        found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+    else:
+        found = forward_of_support(problem.operands, problem.support, layout.num_classes, **options)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
 
@@ -116,9 +122,9 @@ def loss_of_tokens(
     call: Call,
     problem: TokenLosses,
     from_forward: FromForward,
-    with_grad: WithGrad | None,  # None where backward makes the gradients, or nothing does
+    with_grad: WithGrad | None,  # None if backward makes the gradients, or none are wanted
 ) -> tuple[Tensor, Found]:
-    """The loss, () or (...), and what else is asked for, (...)."""
+    """Returns the loss, () or (...), and the other requested results, (...)."""
     operands, scalar_loss = problem.operands, call.reduction != "none"
     dtype, token_weight = accumulation_dtype(operands[0].dtype), call.token_weight
     if token_weight is not None:
@@ -126,7 +132,7 @@ def loss_of_tokens(
     in_operator = scalar_loss and with_grad is not None and not layout.is_mesh
     loss: Tensor | None
     if in_operator and token_weight is None and not differentiated(call.normalizer):
-        # all tokens that count have one factor, and nobody asks for its gradient
+        # all valid tokens have the same factor, and its gradient is not wanted
         loss, _, found = cast(WithGrad, with_grad)(problem, reduction_in_operator(layout, call, problem))
     else:
         denominator = denominator_of(layout, call, problem) if scalar_loss else None
@@ -151,18 +157,18 @@ def loss_of_tokens(
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:
-    """Of tokens whose factors are equal. The operator counts the tokens: in ATen that is seven launches."""
+    """The reduction of tokens with equal factors. The operator counts the tokens: in ATen that takes seven launches."""
     input = problem.operands[0]
     if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
         return Reduction(None)
-    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number would be
+    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number is
         return Reduction(None, scalar(1.0, input) * call.normalizer)
     denominator = denominator_of(layout, call, problem)
     return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
 
 
 def denominator_of(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # ()
-    """Over the tokens of all ranks."""
+    """The denominator, over the tokens of all ranks."""
     dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
     if call.normalizer is not None:
         return cast(Tensor, layout.number(call.normalizer)).to(dtype)
@@ -174,8 +180,8 @@ def denominator_of(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor 
     return denominator if weight is None else nan_for_nothing(denominator)
 
 
-def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool, None for none
-    """`factor` (N,) multiplies the losses: token_weight over the denominator."""
+def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool; None if none is marked
+    """Tokens whose factor is 0. `factor` (N,) multiplies the losses: token_weight divided by the denominator."""
     if token_weight is None or differentiated(token_weight):
         return None
     return factor.detach() == 0.0
@@ -184,7 +190,9 @@ def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  #
 def without_weightless(
     layout: OneRank, problem: TokenLosses, token_weight: Tensor | None, factor: Tensor
 ) -> TokenLosses:
-    """`problem` with ignore_index in place of their targets; one that is out of range stays, to be refused."""
+    """`problem` with ignore_index as the target of such tokens. Targets that are out of range stay, so that they are
+    refused.
+    """
     out = None if any(problem.statistics) else weightless(token_weight, factor)
     if out is None:
         return problem

@@ -1,12 +1,12 @@
-"""Body of flce::linear_cross_entropy_low_rank: the loss of a head with a low-rank pair beside its weight, as LoRA has.
+"""Body of flce::linear_cross_entropy_low_rank: the loss of a head with a low-rank pair beside its weight, as in LoRA.
 
-    logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T        low_rank_input: s input @ A.T, say
+    logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T       for LoRA, low_rank_input = s input @ A.T
 
-With class_scale, a number a class that DoRA has, logits = class_scale (...), before linear_bias is added.
+With class_scale, DoRA's scale of each class, logits = class_scale (...), before linear_bias is added.
 
-A frozen head has an operator of its own, which makes nothing of linear_weight's size: it is called once where forward
-makes the gradients, else a second time by backward. A head that is trained, and transforms of torch.func, take the pair
-as features of input and of linear_weight, which is copied, through the ordinary operators.
+A frozen head has an operator of its own, which makes no matrix of linear_weight's size. It is called once if forward
+makes the gradients; otherwise backward calls it again. If the head is trained, or under torch.func, the pair becomes
+extra features of input and of a copy of linear_weight, and the ordinary operators run.
 """
 
 import functools
@@ -28,7 +28,7 @@ from .schemas import CrossEntropy, LowRankCrossEntropy
 
 
 def composite(call: LowRankCrossEntropy) -> Tensor:
-    """Raises NotImplementedError for DTensors, and what the loss without the pair raises."""
+    """Raises NotImplementedError for DTensors, and the errors of the loss without the pair."""
     layout = layout_of_call(OP, call)
     head = without_pair(call, call.input, call.linear_weight)
     check_target_dtype(OP, call.target)
@@ -63,7 +63,7 @@ def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor
 
 
 def check_pair(call: LowRankCrossEntropy) -> None:
-    """What torch.cat would complain of in its own words."""
+    """Checks what torch.cat would otherwise report in its own words."""
     for name, beside in (("low_rank_input", call.input), ("low_rank_weight", call.linear_weight)):
         tensor = getattr(call, name)
         if tensor.shape[:-1] != beside.shape[:-1] or tensor.dim() != beside.dim():
@@ -86,7 +86,9 @@ def check_pair(call: LowRankCrossEntropy) -> None:
 def losses_of_pair(
     operands: LowRankOperands, made_in_forward: bool, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, Found]:
-    """() and the losses of tokens (N,); a mask of nothing leaves the gradients to backward."""
+    """Returns the loss () and the losses of tokens (N,). An output_mask without any gradient leaves the gradients to
+    backward.
+    """
     input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
     loss, losses, *_ = ops.linear_cross_entropy_low_rank_with_grad(

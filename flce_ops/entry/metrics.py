@@ -1,4 +1,4 @@
-"""return_metrics by name: what the entry operator is asked for, and which of its results, or what of them, that is."""
+"""return_metrics by name: what the entry operator must be asked for, and how each metric follows from its results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from ..math.options import Number, Statistics
 from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
 from ..support.dtensor import any_dtensor
 
-# of torch.ops.flce.linear_cross_entropy_metrics, behind the loss
+# results of torch.ops.flce.linear_cross_entropy_metrics after the loss
 RESULTS = ("token_accuracy", "is_top1", *Statistics._fields)
 OF_ARGMAX = ("token_accuracy", "is_top1", "argmax")
 OF_LSE = ("lse", "z_loss")
@@ -49,7 +49,9 @@ def by_name(names: Sequence[str], results: Sequence[Tensor], z_loss: Number) -> 
 
 
 def accuracy_and_top1(argmax: Any, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:  # (), (...)
-    """The first of all tokens; DTensors where the argmax is one, whose rank has the tokens of `target` beside it."""
+    """Returns the accuracy over all tokens, and is_top1. They are DTensors if argmax is one; each rank has the argmax
+    of the tokens of its `target`.
+    """
     if any_dtensor(argmax):
         from ..distributed.layout import accuracy_and_top1 as of_ranks
 

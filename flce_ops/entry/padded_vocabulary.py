@@ -1,9 +1,9 @@
-"""Vocabularies that are padded: the classes before vocab_size, as views of the operands' rows.
+"""Padded vocabularies: views of the operands' rows for the classes below vocab_size.
 
     linear_weight[:v]   linear_bias[:v]   teacher_weight[:v]   teacher_bias[:v]   teacher_probs[..., :v]
 
-Those from v on have no probability on either side. Nothing is copied in forward; in backward autograd puts the gradient
-of v rows into one of all, the others zeros.
+Classes from v on have no probability on either side. Forward copies nothing. In backward, autograd puts the gradient of
+v rows into a tensor of all rows, with zeros for the others.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from ..support.holes import refuse_hole
 # D and E hidden sizes of student and teacher, V classes of one of them, padding included
 
 
-# each with the dimension of its classes, and of a bias what it stands beside
+# each with the dimension of its classes, and for a bias the weight that it belongs to
 CLASSES = {
     "linear_weight": (0, ""),
     "linear_bias": (0, "linear_weight"),
@@ -28,7 +28,7 @@ CLASSES = {
 
 
 def first_classes(op: str, vocab_size: int, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Those of `given` with vocab_size for V; they may differ in V."""
+    """The tensors of `given` that have classes, cut to vocab_size; they may differ in V."""
     tensors: dict[str, Tensor] = {name: given[name] for name in CLASSES if given[name] is not None}
     if vocab_size < 1:
         raise ValueError(f"{op}: expected vocab_size to be positive or None, got {vocab_size}")

@@ -2,7 +2,7 @@
 
     loss_ik = cross_entropy(linear_weight[:, k] x_i + linear_bias[:, k], target_ik)      k: one of d_1 ... d_K positions
 
-One head after the other, each without its logits; "mean" and "sum" add them up, over one denominator.
+The heads run one after the other, each without its logits. "mean" and "sum" add their losses, over one denominator.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ Result = tuple[Tensor, TokenStatistics]
 def losses_of_positions(
     call: CrossEntropy, asked: Statistics, of_position: Callable[[CrossEntropy, Statistics], Result]
 ) -> Result:
-    """`of_position` computes a call whose linear_weight is (V, D)."""
+    """Runs `of_position` for each head. Each call has a linear_weight (V, D)."""
     check_positions(call)
     tokens, positions = call.input.shape[:-1], call.linear_weight.shape[1:-1]
     heads = call.linear_weight.flatten(1, -2).unbind(1)
-    # not input itself: autograd would add up its gradients in its own dtype, and round after each position
+    # not input itself: autograd would add its gradients in input's dtype and round after each position
     by_position = {"linear_weight": heads, "input": call.input.expand(len(heads), *call.input.shape).unbind(0)}
     if call.linear_bias is not None:
         by_position["linear_bias"] = call.linear_bias.flatten(1).unbind(1)
-    first = len(tokens) + call.target.is_floating_point()  # probabilities are (..., V, d...)
+    first = len(tokens) + call.target.is_floating_point()  # class probabilities are (..., V, d...)
     by_position["target"] = call.target.flatten(first).unbind(-1)
     if call.token_weight is not None:
         by_position["token_weight"] = call.token_weight.flatten(len(tokens)).unbind(-1)
@@ -51,7 +51,7 @@ def losses_of_positions(
 
 
 def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()
-    """That of all positions."""
+    """The denominator over all positions."""
     if call.normalizer is not None or call.reduction != "mean":
         return call.normalizer
     if call.target.is_floating_point():
@@ -63,7 +63,7 @@ def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()
 
 
 def check_positions(call: CrossEntropy) -> None:
-    """Shapes, and what the denominator reads; the rest is refused position by position."""
+    """Checks the shapes, and what the denominator reads. The rest is checked for each position."""
     input, linear_weight, target = call.input, call.linear_weight, call.target
     check_dense(OP, linear_weight=linear_weight, linear_bias=call.linear_bias, target=target, weight=call.weight)
     num_classes, *positions, hidden = linear_weight.shape

@@ -1,10 +1,12 @@
-"""The body of the operators of an objective that has its own, a loss of a token's log-probability: linear_policy_loss.
+"""The body of operators of an objective that has its own, such as linear_policy_loss: a loss of a token's
+log-probability.
 
 composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
-          -> losses_of_rows      differentiable ATen over log-probabilities; of a sharded vocabulary always
+          -> losses_of_rows      differentiable ATen over log-probabilities; always with a sharded vocabulary
+                                 or with a support
 
-Around them stands loss.py's loss_of_tokens. Schemas, kernels and derivatives follow from the objective
-(flce_ops/objectives/row.py): its tokens, numbers and options.
+loss_of_tokens in loss.py calls these two. Schemas, kernels and derivatives follow from the tokens, numbers and options
+of the objective (flce_ops/objectives/row.py).
 """
 
 from functools import partial
@@ -27,12 +29,13 @@ from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_row_loss
 from .loss import layout_of_call, loss_of_tokens, rows_of
 from .schemas import RowLoss
+from .support import support_of_call
 
 # N tokens, D hidden, V vocabulary
 
 
 def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
-    """(loss, log_probs), () or (...), and (...)."""
+    """Returns (loss, log_probs): the loss is () or (...), the log-probabilities are (...)."""
     op = call.objective.name
     layout = layout_of_call(op, call)
     check_row_loss(op, call)
@@ -43,9 +46,10 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(input.dtype)
     objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
     logits = logit_options(call.numbers, input)
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
+    support = support_of_call(op, layout, call, operands.target)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse, support=support)
     with_grad = None
-    if call.reduction != "none" and not layout.splits_vocabulary:
+    if call.reduction != "none" and support is None and not layout.splits_vocabulary:
         known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
         if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known):
             with_grad = partial(losses_with_grad, objective)
@@ -56,7 +60,7 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
 def losses_with_grad(
     objective: RowObjective, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, tuple[Tensor]]:
-    """() with its gradients, the losses of tokens and their log-probabilities, (N,) each."""
+    """Returns the loss () with its gradients, and the losses of tokens and their log-probabilities, (N,) each."""
     input, linear_weight, target, linear_bias, _ = problem.operands
     call: Any = ROW_LOSSES[objective.name]
     loss, losses, *_, log_probs = getattr(ops, call.op)(
@@ -75,7 +79,7 @@ def losses_with_grad(
 
 
 def losses_of_rows(objective: RowObjective, layout: OneRank, problem: TokenLosses) -> tuple[Tensor, tuple[Tensor]]:
-    """(N,) each, 0 where ignored; the second a constant."""
+    """Losses and log-probabilities, (N,) each, 0 for ignored tokens. The second is detached."""
     rows, valid = rows_of(layout, problem), problem.valid
     log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = changed(objective.tokens, lambda values: torch.where(valid, values, 0.0))

@@ -1,4 +1,4 @@
-"""The arguments of the entry operators: the public functions' own, with each number as a Scalar."""
+"""The arguments of the entry operators. They are those of the public functions, with each number as a Scalar."""
 
 import types
 
@@ -10,7 +10,7 @@ from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossNumbers
 from ..objectives.row import Nothing, RowObjective
 
-# N tokens, K classes of a target, D and E hidden sizes of student and teacher, V vocabulary
+# N tokens, K classes of a target, D and E hidden sizes of student and teacher, E ids of all tokens, V vocabulary
 
 
 class CrossEntropy(Arguments, keyword_from="weight"):
@@ -62,7 +62,7 @@ class LogitsCrossEntropy(Arguments, keyword_from="weight"):
 
 
 class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
-    """The logits may be overwritten."""
+    """Variants whose logits may be overwritten."""
 
     @classmethod
     def schema(cls) -> str:
@@ -81,11 +81,13 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
     tail: bool = False
+    support: Tensor | None = None  # (..., K), or with offsets (E,)
+    support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
 
 
 class RowLoss(Arguments, keyword_from="own"):
-    """Of an objective with operators of its own."""
+    """The arguments of an objective with operators of its own."""
 
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
@@ -98,6 +100,8 @@ class RowLoss(Arguments, keyword_from="own"):
     numbers: LogitNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    support: Tensor | None = None  # (..., K), or with offsets (E,)
+    support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
 
 

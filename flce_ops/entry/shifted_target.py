@@ -1,9 +1,9 @@
-"""Labels of a causal language model, unshifted: position t is scored against the label of position t + 1.
+"""Unshifted labels of a causal language model: position t is scored against the label of position t + 1.
 
-    labels    a b c d        target    b c d ignored        of each sequence, the last dimension of labels
+    labels    a b c d        target    b c d ignored        for each sequence, the last dimension of labels
 
-One small tensor is made, of labels; hidden states, logits and results stay as long as they are. The last position is an
-ignored token like any other.
+Only one small tensor is made, the shifted labels. Hidden states, logits and results keep their length. The last
+position is an ignored token like any other.
 """
 
 from typing import cast
@@ -38,12 +38,12 @@ def shifted_target(
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:  # (..., T) -> (..., T)
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # in this order for T = 0
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # pad before slicing: this order works for T = 0
 
 
 def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
-    """Of a DTensor whose ranks hold whole sequences; where input's tokens are does not matter here."""
-    from torch.distributed.tensor import DTensor, Shard  # only for its users
+    """Shifts a DTensor whose ranks hold whole sequences. The layout of input does not matter."""
+    from torch.distributed.tensor import DTensor, Shard  # imported only for its users
 
     from ..distributed.layout import describe, globalize, splits
 

@@ -7,8 +7,8 @@ log_probs.py    linear_log_probs
 kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
 logits.py       cross_entropy of given logits
-public.py       a public function, made of its signature; the operator that it calls
-keywords.py     their keyword arguments, for overloads
+public.py       makes a public function from its signature, and calls its operator
+keywords.py     types of keyword arguments, for overloads
 """
 
 from .kl_div import linear_kl_div

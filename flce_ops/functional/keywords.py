@@ -1,4 +1,4 @@
-"""Keyword arguments by name and type, for the overloads of functions whose result depends on one of theirs."""
+"""Types of keyword arguments, for overloads of functions whose result type depends on one of them."""
 
 from typing import TypedDict
 
@@ -26,6 +26,7 @@ class LogProbsKeywords(SparseKeywords, total=False):
     entropy: bool
     argmax: bool
     tail: bool
+    support: Tensor | tuple[Tensor, Tensor] | None  # (..., K), or ids (E,) and offsets (N + 1,)
 
 
 class LossKeywords(TypedDict, total=False):
@@ -56,7 +57,7 @@ class CrossEntropyKeywords(LossKeywords, SparseKeywords, total=False):
 
 
 class ForwardKeywords(TypedDict, total=False):
-    """What both modules' forward takes."""
+    """The keywords of forward in both modules."""
 
     token_weight: Tensor | None  # (...)
     target_weight: Tensor | None  # (..., K)

@@ -1,4 +1,4 @@
-"""linear_kl_div: what its arguments mean."""
+"""linear_kl_div and its documentation."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""cross_entropy of logits that are given: what its arguments mean."""
+"""cross_entropy of given logits, and its documentation."""
 
 from typing import Any, Literal, overload
 
@@ -73,11 +73,11 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
     r"""Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())``, without a copy of the logits.
 
-    For models that must have logits, and for heads that are not linear; ``linear_cross_entropy`` never holds them. The
-    loss is that of its docstring with the given logits as ``u``.
+    For models that must have logits, and for heads that are not linear. (``linear_cross_entropy`` never holds logits.)
+    The loss is that of linear_cross_entropy's docstring, with the given logits as ``u``.
 
-    The gradient of a scalar loss is made in forward, in the same pass: each logit is read from memory once, and its
-    gradient, in the logits' dtype, is written once.
+    Forward makes the gradient of a scalar loss in the same pass: each logit is read from memory once, and its gradient,
+    in the logits' dtype, is written once.
 
     Args:
         logits: (..., V); float64, float32, bfloat16 or float16. Logits that cannot be viewed as (N, V), such as

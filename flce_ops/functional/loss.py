@@ -1,4 +1,4 @@
-"""linear_cross_entropy: what its arguments mean."""
+"""linear_cross_entropy and its documentation."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -16,10 +16,10 @@ from .public import call_entry, public
 
 
 class LinearCrossEntropyMetrics(NamedTuple):
-    """By-products of the loss; constants, no gradient flows through them.
+    """Metrics of the loss. They are constants: no gradient flows through them.
 
     Attributes:
-        token_accuracy: share of the tokens not ignored whose target has the largest logit, (), float32.
+        token_accuracy: share of valid tokens whose target has the largest logit, (), float32.
         argmax: class of the largest logit, of target's shape, int64; -1 at ignored tokens.
     """
 

@@ -1,4 +1,4 @@
-"""A public function, made of its signature: its arguments by name, checked, go to the entry operator.
+"""Makes a public function from its signature: checks the arguments, and passes them by name to the entry operator.
 
 @public(body)
 def linear_policy_loss(input, ..., *, temperature=1.0):      the signature, its types and defaults, and the docstring
@@ -18,9 +18,11 @@ from ..entry.argument_types import typed
 from ..entry.arguments import resolve_ignore_index
 from ..entry.learnt_scale import apply_learnt_scale
 from ..entry.shifted_target import shifted_target
+from ..entry.support import parts_of_support
 from ..math.options import normalizer_tensor
 from ..support import rank_check
 from ..support.dtensor import any_dtensor
+from ..support.holes import refuse_hole
 
 Function = TypeVar("Function", bound=Callable)
 REQUIRED = object()
@@ -46,7 +48,7 @@ def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Functi
             for name in required:
                 fits &= given[name] is not REQUIRED
             if not fits:
-                signature(*args, **kwargs)  # which Python refuses
+                signature(*args, **kwargs)  # raises Python's own error
             if rank_check.ENABLED and not torch.compiler.is_compiling():
                 rank_check.check_ranks(signature.__name__, given)
             return body(given)
@@ -58,7 +60,9 @@ def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Functi
 
 
 def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: dict[str, bool] | None = None) -> Any:
-    """The operator's results; `metrics` ends the name of the one that returns them, too."""
+    """Calls the entry operator `name` and returns its results. `metrics` is the suffix of the variant that returns
+    metrics.
+    """
     rows, target = given["input"] if "input" in given else given["logits"], given["target"]
     if isinstance(given["logit_scale"], Tensor) or isinstance(given["temperature"], Tensor):
         read = ("input", "linear_bias", "logit_scale", "temperature")
@@ -66,6 +70,10 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
         given = {**given, **dict(zip(read, learnt))}
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(given["normalizer"], rows)
+    if "support" in given:
+        given["support"], given["support_offsets"] = parts_of_support(name, given["support"])
+        if given["support"] is not None and given.get("shift"):
+            refuse_hole(name, "shift and support")
     if given.pop("shift", False):
         given["target"] = target = shifted_target(name, target, rows, given["ignore_index"])
     if given["ignore_index"] != -100:
@@ -75,7 +83,8 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     name += metrics
     inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     if inference and any_dtensor(*given.values()):
-        # whose body autograd's key runs; in inference mode DTensor would see it first and refuse plain tensors
+        # Calls the body directly. Autograd's key would run it, but in inference mode DTensor sees the call first and
+        # refuses plain tensors.
         return BODIES[name](**given)
     positional = []
     for argument in POSITIONAL[name]:

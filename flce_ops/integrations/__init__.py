@@ -1,11 +1,11 @@
-"""Other libraries' models and trainers; nothing here is loaded by `import flce_ops`.
+"""Support for other libraries' models and trainers. `import flce_ops` loads none of it.
 
-transformers/        models whose loss needs no logits
-trl/                 trainers' heads and divergences
+transformers/        models that compute their loss without logits
+trl/                 the trainers' heads and divergences
 verl.py              the fused head of its workers
 torchtitan.py        a loss for its Trainer
-megatron.py          the head's gradient in `weight.main_grad`
-full_logits.py       says which trainer makes logits of a training step all the same
-places.py            private names of those libraries, read before anything is put there
-sparse_options.py    a sparse gradient for callers that count no steps
+megatron.py          adds the head's gradient to `weight.main_grad`
+full_logits.py       warns of trainers that compute the logits of a training step all the same
+places.py            checks private names of these libraries before replacing them
+sparse_options.py    a sparse gradient for callers that do not count steps
 """

@@ -1,7 +1,8 @@
-"""Says once, by name, which trainer makes logits in a training step although something was patched to avoid them.
+"""Warns once, by name, of a trainer that computes logits in a training step although something was patched to avoid
+them.
 
-While Trainer.train runs, a hook on its model looks at what a training forward returns. Transformers' and TRL's `patch`
-say for which trainers, and what to do there.
+While Trainer.train runs, a hook on its model looks at the outputs of training forwards. `patch` of Transformers and of
+TRL register an adviser, which says for which trainers to warn, and what to do.
 """
 
 import functools
@@ -19,7 +20,7 @@ SERVED_OF_TRL = (
     "label_smoothing_factor and compute_loss_func; docs/clients.md says what to do for others"
 )
 
-Adviser = Callable[[Any], str | None]  # of a trainer: what to do about its logits; None where nothing is patched
+Adviser = Callable[[Any], str | None]  # takes a trainer, returns advice about its logits; None if nothing is patched
 _advisers: list[Adviser] = []
 _logged: set[str] = set()
 

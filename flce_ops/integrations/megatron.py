@@ -1,13 +1,13 @@
-"""Megatron's gradient_accumulation_fusion: the head's gradient goes to `weight.main_grad`, inside the GEMM.
+"""Megatron's gradient_accumulation_fusion: adds the head's gradient to `weight.main_grad`, inside the GEMM.
 
-    from .megatron import linear_cross_entropy
+    from flce_ops.integrations.megatron import linear_cross_entropy
 
     loss = linear_cross_entropy(hidden, output_layer.weight, labels, reduction="sum")
 
-Megatron's DDP gives each parameter a buffer `main_grad`, mostly float32, and a flag `grad_added_to_main_grad`. Its
-hook adds `.grad` to the buffer unless the flag says that this is done, and expects some `.grad` where it overlaps the
-reduction with backward. A layer that adds by itself sets the flag and hands autograd a gradient that nobody reads:
-zeros where the parameter has `zero_out_wgrad`, since the hook then adds it (an embedding shares the parameter).
+Megatron's DDP gives each parameter a buffer `main_grad`, usually float32, and a flag `grad_added_to_main_grad`. Its
+hook adds `.grad` to the buffer unless the flag is set. If the reduction overlaps with backward, the hook expects some
+`.grad` to be there. A layer that adds its gradient itself sets the flag and returns a gradient that nobody reads. That
+gradient is zeros if the parameter has `zero_out_wgrad` (an embedding shares it), because the hook then adds it.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from .. import functional
 
 
 class AddedToMainGrad(torch.autograd.Function):
-    """linear_weight itself; backward, where no gradient arrives, is the mark that Megatron's hook reads."""
+    """Returns linear_weight. Backward, to which no gradient arrives, sets the flag that Megatron's hook reads."""
 
     @staticmethod
     def forward(ctx, linear_weight: Tensor) -> Tensor:
@@ -70,7 +70,8 @@ def linear_cross_entropy(
 
 
 def refuse_shard(linear_weight: Tensor) -> None:
-    if not getattr(linear_weight, "tensor_model_parallel", False):  # Megatron sets it on a group of one, too
+    # Megatron sets the flag even if the group has one rank
+    if not getattr(linear_weight, "tensor_model_parallel", False):
         return
     from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
-"""Private names of other libraries in which this package puts functions of its own.
+"""Private names of other libraries that this package replaces by functions of its own.
 
-A library promises nothing about them, so each is read before anything is put there: that it exists, that it takes the
-arguments it is known to take, and that the function which should ask for it still does.
+A library promises nothing about private names, so each is checked first: that it exists, that it takes the known
+arguments, and that the function which should look it up still does.
 """
 
 import importlib
@@ -15,15 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """A name, and what is known of it."""
+    """A private name, and what is known of it."""
 
     module: str
-    name: str  # dotted where it is a class's
-    arguments: tuple[str, ...]  # of what is there, in order
-    caller: str | None = None  # dotted, in the same module: looks the name up when it runs
+    name: str  # dotted if it belongs to a class
+    arguments: tuple[str, ...]  # the names of its arguments, in order
+    caller: str | None = None  # dotted, in the same module: the function that looks up the name when it runs
 
     def get(self) -> Any:
-        """None where there is nothing."""
+        """The object at that place, or None."""
         return look_up(self.module, self.name)
 
     def set(self, value: Any) -> None:
@@ -46,15 +46,15 @@ class Place:
 
 
 class Replacements:
-    """What goes where in one library, for the whole process."""
+    """The functions that replace private names of one library, for the whole process."""
 
     def __init__(self, library: str, tested: str, functions: Mapping[Place, Any]) -> None:
-        """library: its distribution's name; tested: the version that the tests run."""
+        """library: its distribution's name. tested: the version that the tests run."""
         self.library, self.tested, self.functions = library, tested, functions
-        self.originals: dict[Place, Any] = {}  # while they are replaced
+        self.originals: dict[Place, Any] = {}  # filled while they are replaced
 
     def put(self) -> None:
-        """NotImplementedError by name where one of the places is not as it is known; nothing is replaced then."""
+        """Replaces all names. If one is not as known, replaces nothing and raises NotImplementedError with its name."""
         if self.originals:
             return
         for place in self.functions:
@@ -84,12 +84,12 @@ def look_up(module: str, name: str) -> Any:
 
 
 def callable_of(found: Any) -> Callable:
-    """forward of an autograd Function."""
+    """The function itself, or forward of an autograd Function."""
     return found.forward if isinstance(found, type) and hasattr(found, "forward") else found
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Names that a function and the functions in it look up."""
+    """The names that a function and its inner functions look up."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

@@ -1,6 +1,7 @@
-"""The options of a sparse gradient for callers that count no steps: a seed of each call from torch's generator.
+"""Options of a sparse gradient for callers that do not count steps: each call draws its seed from torch's generator.
 
-torch.manual_seed repeats it, a checkpoint that keeps the generator's state draws it again, and the host does not wait.
+torch.manual_seed makes the seeds repeat. A checkpoint that restores the generator's state draws the same seed. The host
+does not wait.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ def check_threshold(op: str, gradient_threshold: float) -> None:
 
 
 def sparse_options(gradient_threshold: float, device: torch.device) -> dict[str, Any]:
-    """Empty for 0 and where no gradient will be asked for: an evaluation leaves the generator as it is."""
+    """Empty for 0, and if no gradient will be requested: an evaluation leaves the generator's state unchanged."""
     if not gradient_threshold or not torch.is_grad_enabled():
         return {}
     seed = torch.randint(2**62, (), device=device)

@@ -1,14 +1,15 @@
 """torchtitan: a loss for its Trainer, in place of ChunkedLossWrapper.
 
-    from .torchtitan import LinearCrossEntropyLoss
+    from flce_ops.integrations.torchtitan import LinearCrossEntropyLoss
 
     config = llama3_8b()
     config.loss = LinearCrossEntropyLoss.Config()
 
-Trainer gives the head to losses that are a ChunkedLossWrapper, and has the model return hidden states to those. It is
-one here for that reason alone: there are no chunks of the sequence, no inner loss, and one backward.
+Trainer passes the head to losses that are a ChunkedLossWrapper, and makes the model return hidden states for these.
+That is the only reason why the class here derives from it. The class does not chunk the sequence, has no inner loss,
+and runs one backward.
 
-The loss is computed inside the forward of the head, around which FSDP2 gathers the weight that it shares a group with.
+The loss runs inside the forward of the head, around which FSDP2 gathers the weight and its group.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ INSTEAD = "use torchtitan's ChunkedLossWrapper there"
 
 
 def sum_of_losses(self: nn.Linear, input: Tensor, target: Tensor) -> Tensor:  # (B, T, D), (B, T) -> ()
-    """Forward of the head, while FSDP2 has its weight whole."""
+    """Forward of the head, which runs while FSDP2 has gathered its weight."""
     for name, tensor in (("hidden states", input), ("labels", target), ("a weight of lm_head", self.weight)):
         if isinstance(tensor, DTensor):
             raise NotImplementedError(f"expected plain tensors, got DTensors as {name}; {INSTEAD}")
@@ -42,8 +43,8 @@ def sum_of_losses(self: nn.Linear, input: Tensor, target: Tensor) -> Tensor:  # 
 class LinearCrossEntropyLoss(ChunkedLossWrapper):
     """Sum of the cross-entropies over `global_valid_tokens`, as torchtitan's CrossEntropyLoss of lm_head's logits.
 
-    For data parallelism (FSDP2, HSDP), with pipeline and context parallelism. NotImplementedError under tensor
-    parallelism, and where lm_head is not a plain linear layer: adapters, low precision.
+    For data parallelism (FSDP2, HSDP), with pipeline and context parallelism. Raises NotImplementedError under tensor
+    parallelism, and if lm_head is not a plain linear layer (adapters, low precision).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         pass
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
-        """compile_config: not looked at; the operator is one kernel call to a compiler."""
+        """compile_config is ignored: to a compiler the operator is one kernel call."""
         self.lm_head: nn.Module | None = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
@@ -59,7 +60,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             raise NotImplementedError(
                 f"expected lm_head to compute input @ weight.T + bias, got {type(lm_head).__qualname__}; {INSTEAD}"
             )
-        # in place of what torchtitan may have put around it, which redistributes logits over tensor parallelism
+        # replaces a forward that torchtitan may have set, which redistributes logits over tensor parallelism
         lm_head.forward = MethodType(sum_of_losses, lm_head)  # type: ignore[method-assign]
         self.lm_head = lm_head
 
@@ -68,7 +69,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         pred: Tensor,  # hidden states, (B, T, D)
         labels: Tensor,  # (B, T)
         global_valid_tokens: Tensor | None = None,  # ()
-        **loss_inputs: object,  # positions: this loss has no use for them
+        **loss_inputs: object,  # positions, which this loss does not need
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self.lm_head is None:
             raise RuntimeError("LinearCrossEntropyLoss needs the head: call set_lm_head first, as Trainer does")

@@ -1,4 +1,4 @@
-"""verl: the fused head of its FSDP workers, computed by this package's operator.
+"""verl: computes the fused head of its FSDP workers with this package's operator.
 
     actor_rollout_ref:
       model:
@@ -6,9 +6,9 @@
         fused_kernel_options: {impl_backend: torch}
         external_lib: flce_ops.integrations.verl
 
-verl's workers run in processes of their own and import `external_lib` before they build the model. So importing this
-module patches: FusedLinearForPPO, which the forward of every model under use_fused_kernels calls with hidden states,
-the head's weight and the sampled tokens, becomes linear_log_probs.
+verl's workers are processes of their own, and import `external_lib` before they build the model. So importing this
+module patches verl. Under use_fused_kernels, the forward of every model calls FusedLinearForPPO with hidden states, the
+head's weight and the sampled tokens; the patch replaces that by linear_log_probs.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ def fused_linear_for_ppo(
     vocab_weights: Tensor,  # (V, D)
     input_ids: Tensor,  # (B, T) or (T,)
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # log-probabilities and entropies, as input_ids
-    """Forward of verl's FusedLinearForPPO; both results are differentiable and float32."""
+) -> tuple[Tensor, Tensor]:  # log-probabilities and entropies, with input_ids' shape
+    """Forward of verl's FusedLinearForPPO. Both results are differentiable and float32."""
     if not torch.is_autocast_enabled(hidden_states.device.type):
         vocab_weights = vocab_weights.to(hidden_states.dtype)
     found = linear_log_probs(hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True)
@@ -45,12 +45,14 @@ REPLACEMENTS = Replacements("verl", "0.9", {HEAD: fused_linear_for_ppo})
 
 
 def patch() -> None:
-    """Done by importing this module; again after `unpatch`. NotImplementedError where verl's head has moved."""
+    """Patches verl. Importing this module does so; call it again after `unpatch`. NotImplementedError if verl's head
+    has changed.
+    """
     REPLACEMENTS.put()
 
 
 def unpatch() -> None:
-    """ValueError if verl is not patched."""
+    """Undo `patch`. ValueError if verl is not patched."""
     REPLACEMENTS.take_away()
 
 

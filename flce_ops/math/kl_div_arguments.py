@@ -4,7 +4,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-# N tokens, D and E hidden sizes of student and teacher, V vocabulary (this rank's part of it where it is sharded)
+# N tokens, D and E hidden sizes of student and teacher, V vocabulary (if it is sharded, this rank's part)
 
 
 class KlDivOperands(NamedTuple):
@@ -14,7 +14,7 @@ class KlDivOperands(NamedTuple):
     teacher_input: Tensor | None  # (N, E)
     teacher_weight: Tensor | None  # (V, E)
     teacher_bias: Tensor | None  # (V,)
-    teacher_probs: Tensor | None  # (N, V), instead of the three before
+    teacher_probs: Tensor | None  # (N, V), instead of the three tensors above
     valid: Tensor | None  # (N,) bool; rows where it is False are not read
 
 
@@ -22,18 +22,18 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 
 
 class KlDivOptions(NamedTuple):
-    kind: str = "forward"  # one of KINDS, or "cross_entropy", of teacher_probs
-    beta: Tensor | None = None  # (), of "jsd"
-    logit_scale: Tensor | None = None  # (), like the next three
+    kind: str = "forward"  # one of KINDS; or "cross_entropy", with teacher_probs
+    beta: Tensor | None = None  # (), for "jsd"
+    logit_scale: Tensor | None = None  # (), as are the next three
     softcap: Tensor | None = None
     teacher_logit_scale: Tensor | None = None
     teacher_softcap: Tensor | None = None
-    # where ranks share the vocabulary: their process group, how many they are, and V over all of them
+    # if ranks share the vocabulary: their process group, their number, and V over all of them
     group: str | None = None
     ranks: int = 1
     vocab_size: Annotated[int | None, "SymInt?"] = None
 
     @property
     def of_student(self) -> bool:
-        """Whether the gradient needs a divergence of the student: KL(q || p) or KL(q || m)."""
+        """Whether the gradient needs K, a sum over the student's distribution (objectives/divergence.py)."""
         return self.kind not in ("forward", "cross_entropy")

@@ -11,9 +11,10 @@ from .topk import repeats
 
 
 def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,) or (N, K), as target_logit
-    """lse - target_logit = -log p of the target. `lse_rest` is what the rounding of lse took from it.
+    """lse - target_logit, which is -log p of the target. `lse_rest` is what the rounding of lse took from it.
 
-    The target is among the classes of a whole row, so below 0 stands a rounding of target_logit.
+    With lse_rest the row is whole and contains the target, so the result cannot be negative: a negative one is a
+    rounding error of target_logit and becomes 0.
     """
     several = target_logit.dim() > lse.dim()
     distance = (lse.unsqueeze(-1) if several else lse) - target_logit
@@ -24,7 +25,7 @@ def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Ten
 
 
 def log_probs_of_targets(
-    counts: Tensor,  # as target_logit
+    counts: Tensor,  # (...) or (..., K) bool: False if ignored
     target_logit: Tensor,  # (...) or (..., K)
     lse: Tensor,  # (...)
     lse_rest: Tensor | None,  # what the rounding of lse took from it
@@ -36,7 +37,7 @@ def log_probs_of_rows(
     target: Tensor,  # (...) or (..., K)
     ignore_index: int,
     target_logit: Tensor,  # as target
-    lse: Tensor,  # (...), as the others
+    lse: Tensor,  # (...), as are the next four
     expected_log_prob: Tensor | None,
     argmax: Tensor | None,
     log_sum_sq_probs: Tensor | None,
@@ -45,8 +46,9 @@ def log_probs_of_rows(
     *,
     tail: bool,
 ) -> tuple[Tensor, ...]:
-    """log_probs, lse, entropy, argmax, the next two and the tail's log p from the row statistics; (0,) for those that
-    are not there."""
+    """Returns log_probs, lse, entropy, argmax, log_sum_sq_probs, mean_logit and the tail's log p, from the statistics
+    of rows. Those that are missing are (0,).
+    """
     counts = target != ignore_index
     of_one_class = target.dim() == lse.dim()
     valid = counts if of_one_class else counts.any(-1)
@@ -67,16 +69,17 @@ def log_probs_of_rows(
 
 
 def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor:  # (..., K) each -> (...)
-    """log(1 - sum_k p_k) over the classes that a token's targets name, each once; 0 where they name none.
+    """log(1 - sum_k p_k), where the sum counts each class that a token's targets name once. 0 if they name none.
 
-    With s the log of that sum, log(1 - e^s) is log1p(-e^s) where the tail is the larger part and log(-expm1(s)) where
-    it is the smaller. Below eps of the dtype the tail is a rounding of the others: its log ends there, with gradient 0.
+    With s the log of that sum, log(1 - e^s) is log1p(-e^s) if the tail is the larger part and log(-expm1(s)) if it is
+    the smaller. A tail below eps of the dtype is a rounding error of the sum: its log is cut off there, with gradient
+    0.
     """
     named = counts & ~repeats(target)
     total = torch.where(named, log_probs, -torch.inf).logsumexp(-1)
     total = torch.where(counts.any(-1), total.clamp(max=-torch.finfo(total.dtype).eps), -torch.inf)
     small = total < -math.log(2.0)
-    # both branches have finite derivatives where the other one is taken
+    # in both branches the derivative stays finite for tokens that take the other branch
     of_small = torch.log1p(-torch.where(small, total, -1.0).exp())
     of_large = torch.log(-torch.expm1(torch.where(small, -1.0, total)))
     return torch.where(small, of_small, of_large)

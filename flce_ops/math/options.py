@@ -1,12 +1,12 @@
-"""The arguments by group: operands, and what a row of logits is made of.
+"""The arguments in groups: operands, and the options that turn products into logits.
 
     u_ij  = input_i . linear_weight_j + linear_bias_j
     z_ij  = softcap tanh(logit_scale u_ij / softcap)                 LogitOptions; without softcap: logit_scale u_ij
 
-Inside, numbers are 0-d tensors in the accumulation dtype, and None where they do nothing.
-A number in a compiled graph is a constant of it: another value is another compilation. A 0-d tensor is an input.
-torch.compile turns a Python float that changed between two calls into a SymFloat, and arithmetic of a tensor with a
-SymFloat into an input of the graph, so that from the third value on a graph is found that fits.
+Inside the package, numbers are 0-d tensors in the accumulation dtype, and None if they have no effect. A Python number
+would be a constant of a compiled graph: another value would compile again. A 0-d tensor is an input of the graph. If a
+Python float changes between two calls, torch.compile turns it into a SymFloat, and arithmetic of a tensor with a
+SymFloat into an input of the graph. So from the third value on, a compiled graph is found.
 
     logit_scale = 30, softcap = None   ->   tensor(30.), None          None: the option is off and costs nothing
 """
@@ -22,17 +22,18 @@ from torch import SymFloat, Tensor
 
 from .precision import accumulation_dtype
 from .sparse_gradient import SparseGradient
+from .support import TokenIds
 
-# N tokens, K classes, D hidden, V vocabulary (a rank's part of it where it is sharded)
+# N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
 
 
-CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least so many
+CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least this many classes
 
 
 def saved_columns(num_classes: int, dtype: torch.dtype) -> int:
-    """16-bit columns of a row of saved logits, which starts on 16 bytes.
+    """The 16-bit columns of a row of saved logits. Each row starts on 16 bytes.
 
-    V numbers of the operands' dtype and a float32 for each tile; what is in them is the kernels' own
+    A row has V numbers of the operands' dtype and a float32 for each tile. Only the kernels know their format
     (flce_ops/triton/steps/quantized_logits.py, flce_ops/aten/chunks.py).
     """
     numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
@@ -56,7 +57,9 @@ class Operands(NamedTuple):
 
 
 class LowRankOperands(NamedTuple):
-    """Of logits  class_scale (input @ linear_weight.T + low_rank_input @ low_rank_weight.T)  (+ linear_bias)."""
+    """Operands whose logits are class_scale (input @ linear_weight.T + low_rank_input @ low_rank_weight.T) (+
+    linear_bias).
+    """
 
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
@@ -65,16 +68,20 @@ class LowRankOperands(NamedTuple):
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,), class weights
-    class_scale: Tensor | None = None  # (V,), that of DoRA
+    class_scale: Tensor | None = None  # (V,), DoRA's
+
+    @property
+    def num_classes(self) -> int:
+        return self.linear_weight.shape[0]
 
     @property
     def head(self) -> Operands:
-        """Without the pair."""
+        """The operands without the pair."""
         return Operands(self.input, self.linear_weight, self.target, self.linear_bias, self.weight)
 
     @property
     def concatenated(self) -> Operands:
-        """The same logits by one product, at the price of a copy of linear_weight."""
+        """The same logits as one product, which costs a copy of linear_weight."""
         input = torch.cat([self.input, self.low_rank_input], -1)
         linear_weight = self.unscaled_weight
         if self.class_scale is not None:
@@ -87,7 +94,7 @@ class LowRankOperands(NamedTuple):
 
 
 class LogitOperands(NamedTuple):
-    """Of a loss of logits that are given."""
+    """Operands of a loss of given logits."""
 
     logits: Tensor  # (N, V)
     target: Tensor  # (N,)
@@ -99,7 +106,7 @@ class LogitOperands(NamedTuple):
 
 
 def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A named tuple of tensors, each changed but for those that are None."""
+    """The named tuple with `change` applied to every tensor; None stays None."""
     return type(values)(*(None if value is None else change(value) for value in values))
 
 
@@ -109,9 +116,9 @@ class LogitOptions(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of the three numbers of a row that the loss is a function of, (N,) each."""
+    """The gradients of the objective by the three numbers of a row, (N,) each."""
 
-    grad_target_logit: Tensor | None  # (N, K) of several classes a token
+    grad_target_logit: Tensor | None  # (N, K) with several classes a token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
 
@@ -119,19 +126,19 @@ class Cotangents(NamedTuple):
         return changed(self, lambda grad: grad[rows])
 
     def masked(self, hit: Tensor, valid: Tensor, dtype: torch.dtype) -> "Cotangents":
-        """0 at tokens that do not count, that of the target's logit where these classes have no target."""
-        counted = (hit, valid, valid)  # hit is (N,) or (N, K), as the target
+        """Sets to 0 the cotangents of ignored tokens, and those of target logits whose class is not on this rank."""
+        counted = (hit, valid, valid)  # hit is (N,) or (N, K), as the target is
         return Cotangents(
             *(None if grad is None else torch.where(of, grad, 0.0).to(dtype) for grad, of in zip(self, counted))
         )
 
     def filled(self, like: Tensor) -> "Cotangents":
-        """0 in place of no cotangent of lse; those of the others are added where they are."""
+        """With a grad_lse of zeros if there is none. The other two may stay None."""
         return self if self.grad_lse is not None else self._replace(grad_lse=torch.zeros_like(like))
 
 
 class Statistics(NamedTuple):
-    """Which by-products of a row of logits are asked for, with p = softmax(z)."""
+    """Which statistics of a row of logits are requested, with p = softmax(z)."""
 
     argmax: bool = False
     lse: bool = False
@@ -141,7 +148,7 @@ class Statistics(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """The same of every token, (N,) each, 0 where ignored, argmax -1 there; None where not asked for."""
+    """The statistics of every token, (N,) each. Ignored tokens have 0, and an argmax of -1. None if not requested."""
 
     argmax: Tensor | None = None
     lse: Tensor | None = None
@@ -151,7 +158,7 @@ class TokenStatistics(NamedTuple):
 
     @classmethod
     def found(cls, asked: Statistics, results: Sequence[Tensor]) -> "TokenStatistics":
-        """Of an operator's results, which are (0,) where not asked for."""
+        """From an operator's results, which are (0,) if not requested."""
         if not any(asked):
             return cls()
         return cls(*(result if wanted else None for result, wanted in zip(results, asked, strict=True)))
@@ -159,16 +166,17 @@ class TokenStatistics(NamedTuple):
 
 @dataclass(eq=False)
 class TokenLosses:
-    """What the losses of tokens are a function of, one row a token."""
+    """The arguments that determine the losses of tokens, one row a token."""
 
-    operands: Any  # Operands, or LogitOperands where the logits are given
+    operands: Any  # Operands, or LogitOperands for given logits
     ignore_index: int
     loss: Any  # LossOptions
     logits: LogitOptions
     statistics: Statistics = Statistics()
-    main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
-    target_weight: Tensor | None = None  # (N, K), of a target (N, K)
+    main_grad: Tensor | None = None  # (V, D), to which grad_linear_weight is added
+    target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
+    support: TokenIds | None = None  # None: all classes
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)
@@ -177,7 +185,7 @@ class TokenLosses:
 
     @property
     def denominator_weight(self) -> Tensor | None:  # (V,)
-        """Class weights divide the mean over one class a token; soft targets' is over tokens, as torch has it."""
+        """The class weights whose sum divides the mean. Soft targets have none: their mean is over tokens."""
         return self.operands.weight if self.target_weight is None else None
 
     @property
@@ -186,7 +194,7 @@ class TokenLosses:
         return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
 
 
-# The user's numbers, in the order of the entries' schemas.
+# Numbers that the user passes, in the order of the entry operators' schemas.
 Scalar = Annotated[float, "Scalar"]
 OptionalScalar = Annotated[float | None, "Scalar?"]
 
@@ -203,20 +211,20 @@ def numbers_of(group: Any) -> tuple[str, ...]:
     return tuple(name for name, hint in get_type_hints(group).items() if hint in (Tensor, Tensor | None))
 
 
-# What a user's number must be: as the message says it, the least and the largest.
+# The range of a user's number: the text of the error, the least and the largest value.
 Ranges = dict[str, tuple[str, float, float]]
-LEAST, LARGEST = ulp(0.0), nextafter(inf, 0.0)  # that are positive and finite
+LEAST, LARGEST = ulp(0.0), nextafter(inf, 0.0)  # the smallest and the largest positive finite number
 RANGES: Ranges = {
     "softcap": ("expected softcap to be positive and finite, or None", LEAST, LARGEST),
     "teacher_softcap": ("expected teacher_softcap to be positive and finite, or None", LEAST, LARGEST),
     "temperature": ("expected temperature to be positive and finite", LEAST, LARGEST),
 }
 
-Number = float  # an int will do, and the SymFloat above, whose products with tensors torch's stubs do not have
+Number = float  # also an int, or a SymFloat as above; torch's stubs lack the product of a SymFloat and a tensor
 
 
 def scalar(value: Number, like: Tensor) -> Tensor:  # ()
-    """`value` on the device and in the accumulation dtype of `like`."""
+    """`value` as a tensor, on the device and in the accumulation dtype of `like`."""
     dtype = accumulation_dtype(like.dtype)
     if isinstance(value, SymFloat):
         return torch.ones((), dtype=dtype, device=like.device) * value
@@ -224,14 +232,16 @@ def scalar(value: Number, like: Tensor) -> Tensor:  # ()
 
 
 def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor | None:  # ()
-    """`scalar(value)`, or None where the option does nothing: a value that is known, and neutral."""
+    """`scalar(value)`, or None if the option has no effect: its value is known and neutral."""
     if value is None or (not isinstance(value, SymFloat) and value == neutral):
         return None
     return scalar(value, like)
 
 
 def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
-    """The entries take a tensor. Dynamo sees this function, and to it a float that changes still looks like a float."""
+    """A number becomes the tensor that the entry operators take. Dynamo traces this function; a float that changes has
+    type float there.
+    """
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
     if torch.compiler.is_compiling():
@@ -240,7 +250,8 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
 
 
 def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
-    """LogitNumbers or LossNumbers as the inner operators take them. The temperature, behind the cap, goes into both:
+    """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts behind the cap, goes
+    into both options:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
     """
@@ -248,5 +259,5 @@ def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
     cap = None if numbers.softcap is None else scalar(numbers.softcap, like)
     if divisor is None:
         return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like))
-    # tensors are divided: a quotient of SymFloats is a constant of the graph on torch 2.11
+    # divides tensors: on torch 2.11 a quotient of SymFloats is a constant of the graph
     return LogitOptions(None if cap is None else cap / divisor, scalar(numbers.logit_scale, like) / divisor)

@@ -3,12 +3,6 @@
 import torch
 
 
-class Sums(dict):
-    def __missing__(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32  # what is no dtype of operands is refused later
-
-
-SUMS = Sums(dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float32))
-SUMS[torch.float64] = torch.float64
-# The dtype of the softmax, of the loss and of their sums; a lookup without a frame, as each call asks for it often.
-accumulation_dtype = SUMS.__getitem__
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the softmax, of the loss and of their sums. A dtype that no operand may have is refused later."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""From the losses of tokens to a scalar: which tokens count, what divides their sum, and the gradient of both.
+"""From the losses of tokens to a scalar: which tokens count, what divides their sum, and the gradients of both.
 
     mean = sum_i token_weight_i loss_i / denominator       denominator: tokens not ignored, or their class weights,
                                                            or the normalizer
@@ -17,7 +17,7 @@ from ..support.torch_private import apply_function, functorch_is_active
 
 
 def class_weight_of(target: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) or (N, K)
-    """w_y. Out-of-range targets are clamped here; the kernels refuse them."""
+    """w_y. Out-of-range targets are clamped here, because the kernels refuse them later."""
     return weight.to(dtype)[target.long().clamp(0, weight.shape[0] - 1)]
 
 
@@ -39,24 +39,27 @@ def mean_denominator(
 
 
 def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
-    """F.cross_entropy's mean over targets whose class weights add up to 0 is nan, and so are its gradients by tokens
-    that are not ignored: with label smoothing too, as it divides the targets' part apart, which is 0 / 0.
+    """Replaces a denominator of 0 by nan. F.cross_entropy's mean is nan if the targets' class weights add up to 0, and
+    so are its gradients for valid tokens. This is so with label smoothing, too, because F.cross_entropy divides the
+    targets' term separately, which is 0 / 0.
     """
     return torch.where(denominator == 0.0, torch.nan, denominator)
 
 
 def row_factor(
-    valid: Tensor | None,  # (N,), None where every token counts
+    valid: Tensor | None,  # (N,); None if every token counts
     token_weight: Tensor | None,  # (N,), None for 1
     denominator: Tensor | None,  # ()
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # (N,)
-    """The slope of the loss by each token's own: inf or nan over a denominator of 0, but 0 where ignored."""
+    """The derivative of the scalar loss by each token's loss: inf or nan if the denominator is 0, but 0 for ignored
+    tokens.
+    """
     if token_weight is None:
         slope = 1.0 if denominator is None else denominator.reciprocal()
         return torch.where(valid, slope, 0.0).to(dtype)
     if valid is not None:
-        # the weight of an ignored token may be anything and gets gradient 0, also where the denominator is 0
+        # The weight of an ignored token may be anything. Its gradient is 0, even if the denominator is 0.
         token_weight = torch.where(valid, token_weight, 0.0)
     if denominator is None:
         return token_weight
@@ -64,9 +67,10 @@ def row_factor(
 
 
 class Reduction(NamedTuple):
-    """How an operator makes one number of the losses of tokens, loss = sum_i g_i loss_i, 0 <= i < N.
+    """How an operator reduces the losses of tokens to one number: loss = sum_i g_i loss_i, 0 <= i < N.
 
-    Without row scales it is a mean: (sum_i loss_i) / denominator, by default over the tokens that are not ignored.
+    Without row scales it is a mean: (sum_i loss_i) / denominator. The denominator is by default the number of valid
+    tokens.
     """
 
     row_scale: Tensor | None  # (N,), g
@@ -76,7 +80,7 @@ class Reduction(NamedTuple):
         return mean_denominator("mean", self.denominator, valid, dtype)
 
     def scale_of_tokens(self, valid: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) -> (N,)
-        """g, 0 where ignored."""
+        """The row scales g, with 0 for ignored tokens."""
         if self.row_scale is None:
             return row_factor(valid, None, self.divisor(valid, dtype), dtype)
         return torch.where(valid, self.row_scale.to(dtype), 0.0)
@@ -88,16 +92,17 @@ class Reduction(NamedTuple):
 
 
 def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tensor) -> Tensor:  # (N,) each -> ()
-    """What the denominator divides; a constant, as `quotient` wants it."""
-    losses = losses.detach()  # 0 where ignored
+    """The sum that the denominator divides, as a constant: `quotient` adds the gradient."""
+    losses = losses.detach()  # 0 for ignored tokens
     return losses.sum() if token_weight is None else (row_factor(valid, token_weight.detach(), None) * losses).sum()
 
 
 def quotient(loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each
-    """total / denominator with the gradient of `loss`, the sum of the tokens' own quotients; None for no gradient.
+    """total / denominator, with the gradient of `loss`, which is the sum of the tokens' own quotients; None for no
+    gradient.
 
-    The same number but over 0: sum() / 0 is nan only where the sum is 0 too, the quotients of single tokens may be nan
-    before.
+    `loss` has the same value unless the denominator is 0. Then sum() / 0 is nan only if the sum is 0, whereas a
+    quotient of a single token may be nan before.
     """
     if loss is None:
         return total if denominator is None else total / denominator
@@ -124,7 +129,8 @@ class Quotient(Function):
         return grad, None, None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, *_) -> Tensor:  # by token_weight or normalizer alone; by the operands it is refused
+    # by token_weight or normalizer only; forward mode by the operands is refused
+    def jvp(ctx, tangent: Tensor, *_) -> Tensor:
         return tangent.clone()
 
 
@@ -136,6 +142,7 @@ def count_right_and_valid(is_right: Tensor, target: Tensor, ignore_index: int) -
     return torch.stack([is_right.sum(), (target != ignore_index).sum()])
 
 
-def accuracy_of(counts: Tensor) -> Tensor:  # (2,) -> (); nan where no token is valid
-    right, valid = counts.to(torch.float32).unbind()  # integers divide in the default dtype, which may be a half one
+def accuracy_of(counts: Tensor) -> Tensor:  # (2,) -> (); nan if no token is valid
+    # integers would be divided in the default dtype, which may be a half one
+    right, valid = counts.to(torch.float32).unbind()
     return right / valid

@@ -1,4 +1,4 @@
-"""Rows whose classes are shared by ranks: what the numbers of the shards come to."""
+"""Rows whose classes are shared by ranks: combines the numbers of the shards."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,34 +18,36 @@ def lse_of_shards(
     exp: Callable[[Tensor], Tensor] = torch.exp,
     log: Callable[[Tensor], Tensor] = torch.log,
 ) -> Tensor:  # (...)
-    """logsumexp whose derivatives, the ranks' shares, add up to 1: torch's are exp(lse_r - lse) of a rounded lse."""
+    """A logsumexp whose derivatives, the ranks' shares, add up to 1. torch's derivatives are exp(lse_r - lse) with a
+    rounded lse.
+    """
     largest = lse.detach().amax(0)
     largest = torch.where(largest.isinf(), 0.0, largest)
     return largest + log(exp(lse - largest).sum(0))
 
 
 def log_denominator(row_max: Tensor, log_sum: Tensor, group: str | None, ranks: int) -> Tensor:  # (k, n) each
-    """log of the denominator of k softmaxes over all columns, relative to this rank's row_max.
+    """The log of the denominator of k softmaxes over all columns, relative to this rank's row_max.
 
-    Not one lse a row: in float32 that costs the digits of a small log-sum beside a large maximum, and a reverse
-    divergence of logits of tens had 3 to 5 times the error.
+    One lse a row would not do: in float32 it loses the digits of a small log-sum beside a large maximum. A reverse
+    divergence of logits of size 10 and more had 3 to 5 times the error.
     """
     row_maxes, log_sums = all_gather(torch.stack([row_max, log_sum]), group, ranks).unbind(1)
     return lse_of_shards(row_maxes - row_max + log_sums)
 
 
 def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)
-    """Class of the largest logit, the first of equals; the columns count the whole vocabulary's classes."""
+    """The class of the largest logit, the first of equals. Columns count the classes of the whole vocabulary."""
     return column.where(max_logit == max_logit.amax(0), torch.inf).amin(0).nan_to_num(posinf=0.0).long()
 
 
 def shard_rows(num_classes: int, ranks: int) -> int:
-    """Rows of the largest shard."""
+    """The rows of the largest shard."""
     return -(-num_classes // ranks)
 
 
 class Exchange:
-    """Combines per-shard numbers of a chunk into those of whole rows."""
+    """Combines the numbers of a chunk's shards into those of whole rows."""
 
     def __init__(self, group: str, ranks: int) -> None:
         self.group, self.ranks = group, ranks
@@ -53,10 +55,11 @@ class Exchange:
     def whole_rows(
         self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """lse, target_logit, logit_sum and argmax (n,) from this rank's two or three, and its (max_logit, argmax).
+        """Returns lse, the share, target_logit, logit_sum and argmax, (n,) each, from this rank's two or three numbers
+        and its (max_logit, argmax).
 
-        Behind lse comes this rank's share of the softmax's denominator. The shares of a row add up to 1 whatever lse is
-        rounded to.
+        The share is this rank's part of the softmax's denominator. The shares of a row add up to 1, however lse is
+        rounded.
         """
         smoothed = len(per_shard) == 3
         if self.ranks == 1:
@@ -76,7 +79,9 @@ class Exchange:
     def finish_statistics(
         self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
     ) -> None:
-        """`own`, of statistics_of_shard, into `results`, those of whole rows behind the argmax: one more exchange."""
+        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics behind the argmax. Takes
+        one more exchange.
+        """
         if own.lse is None:
             return
         gathered = self.gather(torch.stack([numbers for numbers in own if numbers is not None])).unbind(1)
@@ -88,7 +93,9 @@ class Exchange:
 
 
 def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # (N,) each, to be filled in
-    """What a rank tells the others. Its lse is what they are combined by; the argmax goes with each chunk."""
+    """Memory for the statistics that a rank sends the others. They include its lse, which weighs the others. The argmax
+    is exchanged with each chunk.
+    """
     if not any(asked[1:]):
         return TokenStatistics()
     needed = asked._replace(argmax=False, lse=True)
@@ -98,9 +105,10 @@ def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # 
 def target_columns(
     target: Tensor, ignore_index: int, vocab_start: int, num_classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """valid (N,): not ignored; hit: the class counts and is among these columns; column: its index, 0 where not hit.
+    """Returns valid (N,): not ignored; hit: not ignored, and this rank has the class; column: the class's index here,
+    or 0.
 
-    `hit` is (N,) or (N, K), as `target`, `column` (N, 1) or (N, K).
+    `hit` has the shape of `target`, (N,) or (N, K); `column` is (N, 1) or (N, K).
     """
     column = target.long() - vocab_start
     hit = (target != ignore_index) & (column >= 0) & (column < num_classes)

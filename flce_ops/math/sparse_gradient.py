@@ -1,34 +1,34 @@
-"""A sparse logit gradient: which entries of a row are kept, and what they become.
+"""A sparse logit gradient: which entries of a row are kept, and what values they get.
 
-h_i is the user's threshold times |l_i s|, s the logit scale: without z-loss and softcap it is p_ij - q_ij that is
-compared with the threshold, q the target's distribution, whatever the token's weight or grad_output.
+h_i is the user's threshold times |l_i s|, where s is the logit scale. Without z-loss and softcap this compares p_ij -
+q_ij with the threshold, q being the target's distribution, whatever the token's weight or grad_output is.
 
-    "unbiased"    |G_ij| >= h_i: as it is       else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
-    "drop"        |G_ij| >= h_i: as it is       else 0
-    "tiles"       0 where no entry of a tile is so large and no token has its target there, else all of it as it is
+    "unbiased"    if |G_ij| >= h_i: unchanged     else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
+    "drop"        if |G_ij| >= h_i: unchanged     else 0
+    "tiles"       a tile is 0 if none of its entries is that large and no token has its target in it; else unchanged
 
-A tile is LIVE tokens, of those that are not ignored, in their order, by LIVE classes: Cut Cross-Entropy's filter
-(Wijmans et al., 2024), whose threshold is 2^-12.
+A tile is LIVE consecutive valid tokens by LIVE classes, as in Cut Cross-Entropy's filter (Wijmans et al., 2024), whose
+threshold is 2^-12.
 
-"unbiased" has the mean G over seeds, and the variance |G_ij| (h_i - |G_ij|) for an entry below h_i. One random number
-serves a row's tile of TILE classes (systematic sampling): with u uniform in [0, 1)
+Over seeds, "unbiased" has the mean G. An entry below h_i has the variance |G_ij| (h_i - |G_ij|). One random number
+serves a row's tile of TILE classes (systematic sampling). With u uniform in [0, 1):
 
-    q_ij = min(|G_ij| / h_i, 1)            what the entry adds to the number of entries that are kept
+    q_ij = min(|G_ij| / h_i, 1)            the expected number of times that the entry is kept
     C_ij = u + sum_k q_ik                  over the classes k <= j of the tile
-    kept where floor(C_ij) > floor(C_ij - q_ij)
+    kept if floor(C_ij) > floor(C_ij - q_ij)
 
-so a tile keeps the sum of its q, rounded up or down, and grad_input's error loses what rows of linear_weight have in
-common (docs/numerics.md: what other draws would gain). Different tokens and tiles are independent. q is counted in
-units of 2^-26: sums of integers do not depend on their order, so neither do the entries that are kept. A second random
-number of the tile is added before a q is cut to an integer, so that those far below one unit are kept as often as they
-should.
+So a tile keeps as many entries as the sum of its q, rounded up or down. The error of grad_input then lacks what rows of
+linear_weight have in common (docs/numerics.md says what other draws would gain). Different tokens and tiles are
+independent. q is counted in units of 2^-26: sums of integers do not depend on their order, and so neither do the
+entries that are kept. Before a q is rounded down to an integer, a second random number of the tile is added, so that a
+q far below one unit is kept as often as it should be.
 
-u is a function of the seed, the token's place in the call and the tile: not of chunks, of the order in which anything
-runs, nor of other tokens. Ranks that share the vocabulary tell each other the sum of q in a tile that they share, so
-they keep what one device would. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
-entries. That is of the draws: of blocks of classes that many tokens keep a Triton step makes the exact gradient instead
-(triton/sparse/sparse_or_dense.py), each rank of its own blocks, and ATen none. The function is the finaliser of
-MurmurHash3, applied three times.
+u is a function of the seed, the token's place in the call and the tile. It does not depend on chunks, on the order of
+execution, or on other tokens. Ranks that share the vocabulary exchange the sums of q of a tile that they share, so they
+keep the entries that one device would keep. A second forward with the same seed (a checkpoint's, a captured graph's)
+keeps the same entries. All this concerns the draws. A Triton step also makes the exact gradient of blocks of classes
+that many tokens keep (triton/sparse/sparse_or_dense.py), each rank for its own blocks; ATen does not. The function is
+the finaliser of MurmurHash3, applied three times.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,30 +40,30 @@ from torch import Tensor
 # N tokens, n rows, V vocabulary, T tiles along it
 
 TILE = 2048  # classes that share a random number
-LIVE = 128  # tokens and classes of a tile that is made or left out
-BITS = 26  # of q: the sum of sixteen fits an int32
+LIVE = 128  # tokens and classes of a tile in the mode "tiles"
+BITS = 26  # fraction bits of q: the sum of sixteen fits an int32
 ONE = 1 << BITS
-GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: sets neighbouring numbers apart before they are mixed
+GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: spreads neighbouring numbers before they are mixed
 Mode = Literal["unbiased", "drop", "tiles"]
-Operand = Literal["both", "input", "linear_weight"]  # whose gradient is made of the entries that are kept
+Operand = Literal["both", "input", "linear_weight"]  # which gradients are made from the kept entries
 MODES, OPERANDS = get_args(Mode), get_args(Operand)
 
 
 class SparseGradient(NamedTuple):
-    gradient_threshold: float = 0.0  # 0: every entry, as it is
+    gradient_threshold: float = 0.0  # 0: every entry is kept unchanged
     gradient_mode: str = MODES[0]
-    gradient_seed: Tensor | None = None  # () int64, of "unbiased"
+    gradient_seed: Tensor | None = None  # () int64, for "unbiased"
     gradient_sparse: str = OPERANDS[0]
 
     def products(self, output_mask: Sequence[bool]) -> tuple[bool, bool]:
-        """Whether grad_input and grad_linear_weight are made of the entries that are kept."""
+        """Whether grad_input and grad_linear_weight are made from the kept entries."""
         chosen = self.gradient_threshold > 0.0
         of_input = chosen and self.gradient_sparse != "linear_weight" and output_mask[0]
         return of_input, chosen and self.gradient_sparse != "input" and output_mask[1]
 
 
 class Draws(NamedTuple):
-    """What the random numbers of rows depend on beside the seed."""
+    """What the random numbers of rows depend on besides the seed."""
 
     token: Tensor  # (N,) int64, each token's place in the call
 
@@ -72,15 +72,18 @@ class Draws(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Of a vocabulary that ranks share, in equal parts but for the last. A tile may begin on one and end on another."""
+    """A shard of the vocabulary. Shards have equal sizes, except the last. A tile may begin on one shard and end on
+    another.
+    """
 
     start: int  # its first class
-    rows: int  # of each but the last
-    gather: Callable[[Tensor], Tensor]  # what every rank has, (...) -> (R, ...)
+    rows: int  # the rows of each shard but the last
+    gather: Callable[[Tensor], Tensor]  # gathers a tensor of every rank, (...) -> (R, ...)
 
     def shares_before(self, last: Tensor) -> Tensor:  # (n,) -> (n,)
-        """The sum of q over classes of this rank's first tile that earlier ranks have; `last` is this rank's own, of
-        its last tile. Modulo 1, as that decides."""
+        """The sum of q that earlier ranks have in this rank's first tile, modulo 1, since only the fraction matters.
+        `last` is this rank's sum over its last tile.
+        """
         if self.rows % TILE == 0:
             return torch.zeros_like(last)
         lasts, own = self.gather(last & ONE - 1), self.start // self.rows
@@ -90,24 +93,24 @@ class Shard(NamedTuple):
 
 
 def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
-    """Entries that a row keeps at most.
+    """The most entries that a row can keep.
 
-    Probabilities, each rounded up by 2^-8 or less, count for at most 1 / threshold, a target's entry for 1; every tile
-    may round its number up.
+    Probabilities, each rounded up by at most 2^-8, add up to at most 1 / threshold. A target's entry adds 1, and every
+    tile may round its number up.
     """
     tiles = -(-num_classes // TILE)
     return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 1 + topk + tiles)
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of [0, 2^32), in int64: products wrap, and their low 32 bits are right."""
+    """A bijection of [0, 2^32), in int64. Products wrap around, and their low 32 bits are right."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 def uniforms(seed: Tensor, token: Tensor, tiles: range) -> tuple[Tensor, Tensor]:  # (), (n,) -> (n, T) each
-    """u in units of 1 / ONE, int64, and what is added to q before it is cut, in [0, 1), float32."""
+    """Returns u (int64, units of 1 / ONE) and the dither (float32, in [0, 1)), added to q before rounding down."""
     seed, tile = seed.to(torch.int64), torch.arange(tiles.start, tiles.stop, device=token.device)
     key = mix((token * GOLDEN & 0xFFFFFFFF) ^ (seed & 0xFFFFFFFF))
     key = mix(key ^ (seed >> 32 & 0xFFFFFFFF))
@@ -116,14 +119,14 @@ def uniforms(seed: Tensor, token: Tensor, tiles: range) -> tuple[Tensor, Tensor]
 
 
 def keep_tiles(
-    grad_logits: Tensor,  # (n, V), in place: whole tiles of rows, but for the last
+    grad_logits: Tensor,  # (n, V), in place: whole tiles of rows, except the last
     slope: Tensor,  # (n,), l s
     column: Tensor,  # (n, 1) int64, the target's
     threshold: float,
 ) -> None:
     n, num_classes = grad_logits.shape
-    some = grad_logits != 0.0  # none is where a token has no gradient
-    live = some & ~(grad_logits.abs() < slope.abs()[:, None] * threshold)  # nan is
+    some = grad_logits != 0.0  # False for a token without a gradient
+    live = some & ~(grad_logits.abs() < slope.abs()[:, None] * threshold)  # nan counts as live
     live.scatter_(1, column, some.gather(1, column))
     down, across = -(-n // LIVE), -(-num_classes // LIVE)
     live = torch.nn.functional.pad(live, (0, across * LIVE - num_classes, 0, down * LIVE - n))
@@ -137,12 +140,12 @@ def keep_entries(
     slope: Tensor,  # (n,), l s
     sparse: SparseGradient,
     draws: Draws,  # of the rows
-    shard: Shard | None = None,  # whose classes these are; None for all
+    shard: Shard | None = None,  # the shard of these classes; None if they are all
 ) -> None:
     seed = sparse.gradient_seed
     limit = (slope.abs() * sparse.gradient_threshold)[:, None]
     size = grad_logits.abs()
-    below = size < limit  # nan is not, and is kept; where l is 0, every entry is
+    below = size < limit  # nan is not below, so it is kept; if l is 0, every entry is kept
     if sparse.gradient_mode == "drop":
         grad_logits.masked_fill_(below, 0.0)
         return

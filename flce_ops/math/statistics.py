@@ -1,17 +1,17 @@
-"""By-products of rows of logits: what the forward operator is asked for them, and what its numbers come to.
+"""Statistics of rows of logits: what they need from the forward operator, and how they follow from its results.
 
-With z the row of logits, scaled, capped and divided by the temperature, p = softmax(z), V classes:
+With z the row of logits (scaled, capped and divided by the temperature), p = softmax(z) and V classes:
 
     lse               log sum_j exp z_j
     entropy           -sum_j p_j log p_j  =  lse - sum_j p_j z_j
     log_sum_sq_probs  log sum_j p_j^2     =  logsumexp_j 2 z_j - 2 lse
     mean_logit        sum_j z_j / V
 
-Of a vocabulary that ranks share, with s_r = exp(lse_r - lse) the part of the softmax's denominator on rank r:
+If ranks share the vocabulary, with s_r = exp(lse_r - lse) the part of the softmax's denominator on rank r:
 
     entropy           sum_r s_r (entropy_r - log s_r)
     log_sum_sq_probs  log sum_r s_r^2 exp(log_sum_sq_probs_r)
-    mean_logit        sum_r of their parts
+    mean_logit        the sum of the ranks' parts
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from .options import Statistics, TokenStatistics, changed
 
 
 class Rows(NamedTuple):
-    """The numbers of rows of logits, (N,) each; None, or (0,), where not asked for."""
+    """The numbers of rows of logits, (N,) each; None or (0,) if not requested."""
 
-    target_logit: Tensor  # (N, K) of such a target
+    target_logit: Tensor  # (N, K) with a target (N, K)
     lse: Tensor
     logit_sum: Tensor | None
     lse_rest: Tensor | None = None  # what the rounding of lse took from it
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     mean_logit: Tensor | None = None
 
     def statistics(self, asked: Statistics) -> TokenStatistics:
-        """Constants."""
+        """The requested statistics, detached."""
         if not any(asked):
             return TokenStatistics()
         entropy = -self.expected_log_prob if asked.entropy else None
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 def asked_of_forward(asked: Statistics) -> dict[str, bool]:
-    """Its lse needs no asking."""
+    """The forward operator's flags for these statistics. It always returns lse."""
     return {
         "expected_log_prob": asked.entropy,
         "argmax": asked.argmax,
@@ -57,7 +57,7 @@ def asked_of_forward(asked: Statistics) -> dict[str, bool]:
 
 
 def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:
-    """Constants, of the forward operator's results."""
+    """The statistics from the forward operator's results, detached."""
     _, lse, _, expected_log_prob, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
     entropy = -expected_log_prob
     found = TokenStatistics.found(asked, (argmax, lse, entropy, log_sum_sq_probs, mean_logit))
@@ -65,11 +65,11 @@ def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> Token
 
 
 def statistics_of_shards(asked: Statistics, per_shard: TokenStatistics) -> TokenStatistics:  # (R, N) -> (N,)
-    """`per_shard` has every rank's lse, and what is asked for of entropy, log_sum_sq_probs and mean_logit."""
+    """`per_shard` has every rank's lse, and the requested ones of entropy, log_sum_sq_probs and mean_logit."""
     lse, entropy, squares, mean_logit = per_shard[1:]
     log_share = lse.log_softmax(0)
     share = log_share.exp()
-    if asked.entropy:  # a rank without classes, or whose bias of -inf switches off all of them, has a share of 0
+    if asked.entropy:  # a rank without classes, or with a bias of -inf on all of them, has a share of 0
         entropy = torch.where(share == 0.0, 0.0, share * (entropy - log_share)).sum(0)
     if asked.log_sum_sq_probs:
         squares = torch.where(share == 0.0, -torch.inf, 2.0 * log_share + squares).logsumexp(0)

@@ -1,6 +1,7 @@
-"""Several classes a token: (N, K) class indices, some of which may be ignore_index. (N,) is one class a token.
+"""Targets with several classes a token: (N, K) class indices, some of which may be ignore_index. A target (N,) has one
+class a token.
 
-A token counts where any of its classes does; one without such a class is ignored.
+A token is valid if any of its classes is not ignore_index.
 """
 
 import torch
@@ -23,7 +24,7 @@ def in_columns(per_target: Tensor) -> Tensor:  # (N,) or (N, K) -> (N, K)
 
 
 def repeats(target: Tensor) -> Tensor:  # (..., K) -> (..., K) bool
-    """Classes that stand before in the same row."""
+    """Whether the same class stands earlier in the same row."""
     ordered, order = target.sort(stable=True, dim=-1)
     same = torch.zeros_like(target, dtype=torch.bool)
     same[..., 1:] = ordered[..., 1:] == ordered[..., :-1]

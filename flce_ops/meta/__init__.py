@@ -1,15 +1,16 @@
-"""What inner operators take, check and return.
+"""The arguments, checks and results of the inner operators.
 
-Each has its arguments and results as a class. From it follow the schema, the fake kernel and what every real kernel
-does before any work, so that shapes, dtypes and refusals cannot drift apart between eager, compiled and meta tensors.
-Of this package it imports math and support alone.
+Each operator has its arguments and results as a class. The schema, the fake kernel and the checks of every real kernel
+follow from this class. So shapes, dtypes and errors cannot differ between eager, compiled and meta tensors. Of the
+package, this folder imports only math, objectives and support.
 
-arguments.py, call.py            each operator's arguments and results as a class; a class as a schema and as a call
-results.py                       kinds of results, how each is allocated
-outputs.py                       the checks of a call, and its results
-checks.py                        refusals of operands that operators share
-main_grad.py, sparse_checks.py   of a buffer that a gradient is added to; of a sparse gradient
-kl_div_checks.py                 of a divergence's operands
+arguments.py, call.py            each operator's arguments and results as a class; how a class becomes schema and call
+all_classes.py                   tokens without a support, by the operators of a head
+results.py                       the kinds of results, and how each is allocated
+outputs.py                       runs the checks of a call, and allocates its results
+checks.py                        checks of operands that operators share
+main_grad.py, sparse_checks.py   checks of a buffer for a gradient; of the options of a sparse gradient
+kl_div_checks.py                 checks of a divergence's operands
 """
 
 from ..math.options import saved_columns

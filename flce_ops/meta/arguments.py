@@ -1,4 +1,4 @@
-"""The arguments and results of each inner operator, once: the fields of a class, as call.py and results.py declare."""
+"""The arguments and results of each inner operator, declared once, as the fields of a class (call.py, results.py)."""
 
 import types
 from operator import attrgetter
@@ -18,6 +18,7 @@ from ..math.options import (
 )
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
+from ..math.support import Support
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import Nothing, RowObjective
 from .call import Arguments
@@ -32,8 +33,8 @@ from .results import (
 )
 
 SymInt = Annotated[int, "SymInt"]
-OutputMask = Annotated[list[bool], "bool[3]"]  # gradients wanted: of input, linear_weight, linear_bias
-LowRankMask = Annotated[list[bool], "bool[5]"]  # of input, low_rank_input, low_rank_weight, linear_bias, class_scale
+OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
+LowRankMask = Annotated[list[bool], "bool[5]"]  # input, low_rank_input, low_rank_weight, linear_bias, class_scale
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 GRADIENTS = gradients("input", "linear_weight", "linear_bias")
@@ -62,15 +63,15 @@ class Forward(Arguments, keyword_from="ignore_index"):
     ignore_index: int = -100
     logit_sum: bool = False
     logits: LogitOptions
-    vocab_start: SymInt = 0  # of a shard: its first class, and the classes of all shards
+    vocab_start: SymInt = 0  # for a shard: its first class; vocab_size: the classes of all shards
     vocab_size: OptionalSymInt = None
     expected_log_prob: bool = False
     argmax: bool = False
     log_sum_sq_probs: bool = False
-    mean_logit: bool = False  # of a shard: its logits' part of the mean over the classes of all shards
-    retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the valid tokens
-    main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
-    sparse: SparseGradient  # of backward
+    mean_logit: bool = False  # for a shard: its part of the mean over the classes of all shards
+    retain: SymInt = 0  # how many rows save their logits for backward, from the first valid token on
+    main_grad: Tensor | None = None  # (V, D), to which backward adds grad_linear_weight; forward does not write to it
+    sparse: SparseGradient  # for backward
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -87,12 +88,12 @@ class Backward(Arguments, keyword_from="ignore_index"):
     grad_expected_log_prob: Tensor | None = None  # (N,)
     expected_log_prob: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
-    retained: Tensor | None = None  # (R, ...), what forward saved of these operands
+    retained: Tensor | None = None  # (R, ...), the logits that forward saved
     sparse: SparseGradient
 
 
 class BackwardInPlace(Backward, keyword_from="ignore_index"):
-    """grad_linear_weight is added to main_grad."""
+    """Adds grad_linear_weight to main_grad instead of returning it."""
 
     op = "linear_cross_entropy_backward_"
     results = tuple(
@@ -132,7 +133,7 @@ class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):
-    """`weight` has the V classes of all ranks, the other operands this rank's."""
+    """`weight` has the V classes of all ranks; the other operands have this rank's."""
 
     op = "linear_cross_entropy_vocab_parallel_with_grad"
     results = WithGrad.results
@@ -152,7 +153,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
 
 
 class GradGrads(NamedTuple):
-    """Cotangents of the backward operator's results."""
+    """The cotangents of the backward operator's results."""
 
     grad_grad_input: Tensor | None  # (N, D)
     grad_grad_linear_weight: Tensor | None  # (V, D)
@@ -160,7 +161,7 @@ class GradGrads(NamedTuple):
 
 
 class DoubleBackward(Arguments, keyword_from="ignore_index"):
-    """Its results are cotangents of the first six of its tensors."""
+    """The derivative of the backward operator. The results are the gradients of its first six tensors."""
 
     op = "linear_cross_entropy_double_backward"
     results = (topk("grad_target_logit"), token("grad_lse"), token("grad_logit_sum"), *GRADIENTS)
@@ -225,7 +226,7 @@ class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
 
 
 class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
-    """The gradient is written over the logits."""
+    """Writes the gradient over the logits."""
 
     op = "cross_entropy_with_grad_"
     results = (*LOSSES, class_index("argmax", "argmax"))
@@ -238,8 +239,9 @@ def shape_of_teacher_shift(operands: KlDivOperands) -> tuple[int, int]:
 
 
 class KlDivForward(Arguments, keyword_from="options"):
-    """A shift is what makes logits log-probabilities: the row's maximum over this rank's columns, then the log of the
-    softmax's denominator relative to it. Their sum, the lse, would cost the digits of one float32 at large logits.
+    """A shift turns logits into log-probabilities. It is two numbers: the row's maximum over this rank's columns, and
+    the log of the softmax's denominator relative to that maximum. Their sum, lse, would lose digits in float32 at large
+    logits.
     """
 
     op = "linear_kl_div_forward"
@@ -260,7 +262,7 @@ class KlDivBackward(Arguments, keyword_from="options"):
 
     grad: Tensor  # (N,)
     operands: KlDivOperands
-    shift: Tensor  # (2, N), and the next two: as forward gave them
+    shift: Tensor  # (2, N); this and the next two come from forward
     teacher_shift: Tensor
     student_kl: Tensor
     options: KlDivOptions
@@ -283,9 +285,52 @@ class RowOperands(NamedTuple):
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
 
+    @property
+    def num_classes(self) -> int:
+        return self.linear_weight.shape[0]
+
+
+class SupportForward(Arguments, keyword_from="ignore_index"):
+    """Rows of the classes of a support, by gathers; of a token without one all classes, as Forward."""
+
+    op = "linear_support_forward"
+    results = (
+        *(result for result in Forward.results if result.name not in ("logit_sum", "retained")),
+        Result("products", lambda call: call.support.classes.shape, at_ignored=None),
+    )
+
+    operands: RowOperands
+    support: Support
+    ignore_index: int = -100
+    logits: LogitOptions
+    vocab_start: SymInt = 0
+    vocab_size: OptionalSymInt = None
+    expected_log_prob: bool = False
+    argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
+
+
+class SupportBackward(Arguments, keyword_from="ignore_index"):
+    op = "linear_support_backward"
+    results = GRADIENTS
+
+    cotangents: Cotangents
+    operands: RowOperands
+    support: Support
+    products: Tensor  # (E,), what forward found of these operands
+    lse: Tensor  # (N,)
+    ignore_index: int = -100
+    logits: LogitOptions
+    vocab_start: SymInt = 0
+    output_mask: OutputMask
+    grad_expected_log_prob: Tensor | None = None  # (N,)
+    expected_log_prob: Tensor | None = None  # (N,)
+    lse_rest: Tensor | None = None  # (N,)
+
 
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
-    """Of an objective with operators of its own."""
+    """A scalar loss of an objective with operators of its own."""
 
     results = (*LOSSES, *GRADIENTS, token("log_probs"))
 

@@ -1,4 +1,5 @@
-"""A call of an operator, declared as a class: its schema, what its kernels are called with, what autograd saves.
+"""A call of an operator, declared as a class. The class gives the schema, the argument of kernels, and what autograd
+saves.
 
 class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in its order; a group stands for its fields
     operands: Operands                                       (Tensor input, Tensor linear_weight, ...,
@@ -7,7 +8,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in its 
     loss: LossOptions                                         float label_smoothing=0.0, Tensor? z_loss=None, ...)
 
 @takes(WithGrad)
-def with_grad(call: WithGrad): ...                           called like the operator, written with the groups
+def with_grad(call: WithGrad): ...                           called with the operator's arguments, written with groups
 """
 
 import functools
@@ -45,26 +46,27 @@ class Argument(NamedTuple):
 
 
 class Arguments:
-    """A call of an operator. Its values, in the schema's order, are what the dispatcher and autograd see."""
+    """A call of an operator. The dispatcher and autograd see its values, in the order of the schema."""
 
-    choice: Choice = Choice()  # of its path, and notes of what runs there: for flce_ops.last_path()
+    choice: Choice = Choice()  # the chosen path and notes on its run, for flce_ops.last_path()
     notes: tuple[str, ...] = ()
-    all_count = False  # whether it is known that no token is ignored
+    all_count = False  # whether no token is known to be ignored
 
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
-    objective: ClassVar[Any] = None  # whose operator it is
-    written: ClassVar[str] = ""  # an argument that the operator writes to
-    constants: ClassVar[tuple[str, ...]] = ()  # tensors that a gradient is refused for, beside its numbers
+    objective: ClassVar[Any] = None  # the objective that the operator belongs to
+    written: ClassVar[str] = ""  # the argument that the operator writes to
+    constants: ClassVar[tuple[str, ...]] = ()  # tensors whose gradient is refused, besides the options
 
     arguments: ClassVar[tuple[Argument, ...]]
-    positional: ClassVar[int]  # how many of them
+    positional: ClassVar[int]  # the number of positional arguments
     index: ClassVar[dict[str, int]]
     keywords: ClassVar[tuple[str, ...]]
     defaults: ClassVar[list[Any]]
-    fields: ClassVar[list[tuple[str, Any, int, int]]]  # name, group or None, first value, one past the last
-    fills: ClassVar[tuple[AtIgnored | None, ...]]  # of the results
-    made: ClassVar[tuple[str, ...]]  # operands whose gradients are among them
+    # name, group or None, index of the first value, index after the last
+    fields: ClassVar[list[tuple[str, Any, int, int]]]
+    fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
+    made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
 
     def __init_subclass__(cls, keyword_from: str = "") -> None:
         arguments: list[Argument] = []
@@ -96,7 +98,7 @@ class Arguments:
     @classmethod
     def schema(cls) -> str:
         parts: list[str] = []
-        defaults = True  # a positional argument has none if one behind it has none
+        defaults = True  # an argument has no default if a later positional one has none
         for argument in cls.arguments[: cls.positional][::-1]:
             defaults &= argument.default is not REQUIRED
             parts.insert(0, argument.declared(defaults))
@@ -111,7 +113,7 @@ class Arguments:
 
     @classmethod
     def values_of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The values of a call that fits the schema."""
+        """All values of a call, from arguments that fit the schema."""
         values = [*args, *cls.defaults[len(args) :]]
         for name, value in kwargs.items():
             values[cls.index[name]] = value
@@ -134,18 +136,26 @@ class Arguments:
 
     @classmethod
     def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
-        """A call with these fields, and of the others those that `call` has, of another operator or this one."""
+        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be of another
+        operator.
+        """
         made, known = cls.__new__(cls), vars(call) | own
         for name, group, _, _ in cls.fields:
             made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
         return made
+
+    @property
+    def num_classes(self) -> int:
+        """V, of all ranks."""
+        operands, whole = vars(self)["operands"], vars(self).get("vocab_size")
+        return operands.num_classes if whole is None else whole
 
     def dispatched(self) -> Any:
         """What its operator returns."""
         return self.run(getattr(ops, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
-        """The same call with change(name, value) for its values."""
+        """A copy of the call with change(name, value) in place of its values."""
         call = self.of([change(name, value) for name, value in zip(self.index, self.values())])
         call.choice, call.notes = self.choice, self.notes
         return call
@@ -159,12 +169,12 @@ class Arguments:
 
     @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
-        """`op` called with these values."""
+        """Calls `op` with these values."""
         return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:
-        """What a backward returns: one entry for each value, None for those not named."""
+        """The result of an autograd backward: one entry for each value, None for those not named."""
         found: list[Tensor | None] = [None] * len(cls.arguments)
         for name, gradient in by_name.items():
             found[cls.index[name]] = gradient
@@ -177,7 +187,7 @@ def schema_type(hint: Any) -> str:
 
 
 def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
-    """A function of such a call, or of what the operator takes."""
+    """Decorates a function of such a call, so that it also takes the operator's own arguments."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)

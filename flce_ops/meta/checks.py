@@ -1,7 +1,7 @@
-"""Refusals by name for the flattened operands that every inner operator shares.
+"""Checks of the flattened operands that the inner operators share. Errors name the argument.
 
-Each message says which argument, what was expected, what came, and what to do where that is not plain.
-Nothing here reads tensor data: the range of `target` is checked by the kernels (flce_ops/support/target_range.py).
+Each message says which argument, what was expected, what came, and what to do if that is not obvious. Nothing here
+reads tensor data. The kernels check the range of `target` (flce_ops/support/target_range.py).
 """
 
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from ..support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
 
-DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual ones, without asking further
+DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual types, which need no further questions
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
 
@@ -47,17 +47,18 @@ def check_operands(op: str, operands: Operands, *, topk: bool = False) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a kernel can read it, and whether its shape and dtype say what it holds."""
+    """Whether a kernel can read the tensor, and its shape and dtype describe its contents."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return type(tensor) in DENSE_TYPES or not (is_quantized(tensor) or is_pruned(tensor))
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """torch's own quantized tensors, and subclasses with a way back of their own (torchao's, over packed integers).
+    """Whether this is a quantized tensor: one of torch's own, or of a subclass with a dequantize() of its own
+    (torchao's, over packed integers).
 
-    Their dispatch knows F.linear and none of this package's operators. Subclasses without one (nn.Parameter,
-    FakeTensor, DTensor, a user's) are taken as they come.
+    The dispatch of such subclasses knows F.linear, but none of this package's operators. Other subclasses
+    (nn.Parameter, FakeTensor, DTensor, a user's) are accepted.
     """
     return tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize
 
@@ -67,7 +68,7 @@ def is_pruned(tensor: Tensor) -> bool:
 
 
 def check_dense(op: str, **tensors: Tensor | None) -> None:
-    """Before anything is read off a tensor or made of it."""
+    """Checks that tensors are dense, before anything else is read from them."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -80,7 +81,7 @@ def check_dense(op: str, **tensors: Tensor | None) -> None:
                 "row, input.values() and target.values() of the jagged layout, or pad them"
             )
         if is_quantized(tensor):
-            # the dequantize of torchao's NF4Tensor is a function of something else
+            # torchao's NF4Tensor has a dequantize, but it converts something else
             way = "get_original_weight" if hasattr(tensor, "get_original_weight") else "dequantize"
             raise TypeError(
                 f"{op}: expected {name} to be a dense tensor, got a quantized one of type {type(tensor).__name__}; "
@@ -91,7 +92,9 @@ def check_dense(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_unpacked(op: str, name: str, weight: Tensor) -> None:
-    """Before its shape, which is that of the storage where a quantized weight came without what it needs to be read."""
+    """Refuses packed integer weights. Called before the shape is checked: the shape of a packed weight is that of its
+    storage.
+    """
     if not weight.dtype.is_floating_point and not weight.dtype.is_complex:
         hint = swapped_with_target(name, weight) or (
             ", the storage of a quantized weight; "
@@ -101,7 +104,7 @@ def check_unpacked(op: str, name: str, weight: Tensor) -> None:
 
 
 def swapped_with_target(name: str, tensor: Tensor) -> str:
-    """The end of a message about its dtype, or nothing."""
+    """The end of an error about the dtype of `tensor`, or nothing."""
     indices = tensor.dtype in TARGET_DTYPES
     return f", which class indices have; are {name} and target swapped?" if indices else ""
 
@@ -128,7 +131,7 @@ def check_linear(
     *,
     classes_at_least: int = 1,
 ) -> None:
-    """Hidden states, the weight of their head and its bias."""
+    """Checks hidden states, the weight of their head, and its bias."""
     of_input, of_weight, of_bias = names
     if input.dtype not in SUPPORTED_DTYPES:
         refuse_dtype(op, of_input, input)
@@ -185,7 +188,7 @@ def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | 
 
 
 def check_per_row(op: str, operands: Any, **tensors: Tensor | None) -> None:
-    """As many as rows of the first of an operator's operands."""
+    """Checks that each tensor has one entry for each row of the operator's first operand."""
     input, of = operands[0], operands._fields[0]
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):

@@ -1,4 +1,4 @@
-"""What the inner operators of linear_kl_div refuse by name, without reading tensor data."""
+"""Checks of linear_kl_div's inner operators. Errors name the argument; no tensor data is read."""
 
 import torch
 
@@ -11,12 +11,12 @@ from .checks import check_dense, check_device, check_linear
 
 
 def check_operands(op: str, operands: KlDivOperands, options: KlDivOptions) -> None:
-    """Shapes (N, D), dtypes and devices that every operator relies on."""
+    """Checks the shapes (N, D), dtypes and devices that every operator relies on."""
     check_dense(op, **operands._asdict())
     input, linear_weight = operands.input, operands.linear_weight
     if input.dim() != 2:
         raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
-    least = 1 if options.group is None else 0  # the last of several ranks may have no class
+    least = 1 if options.group is None else 0  # with several ranks, the last ones may have no class
     check_linear(op, input, linear_weight, operands.linear_bias, classes_at_least=least)
     check_teacher(op, operands)
     if options.kind != "cross_entropy" or operands.teacher_probs is None:
@@ -32,7 +32,9 @@ def check_operands(op: str, operands: KlDivOperands, options: KlDivOptions) -> N
 
 
 def check_teacher(op: str, operands: KlDivOperands) -> None:
-    """Either teacher_input and teacher_weight, or teacher_probs; as many tokens and classes as the student's."""
+    """Checks that there is either teacher_input with teacher_weight, or teacher_probs, with the student's tokens and
+    classes.
+    """
     input, classes = operands.input, operands.linear_weight.shape[0]
     teacher_input, teacher_weight = operands.teacher_input, operands.teacher_weight
     if operands.teacher_probs is not None:

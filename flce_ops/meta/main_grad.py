@@ -1,4 +1,4 @@
-"""A buffer that the gradient of linear_weight is added to: what it must be for a GEMM to add to it."""
+"""Checks main_grad, the buffer to which the gradient of linear_weight is added: a GEMM must be able to add to it."""
 
 from torch import SymInt, Tensor
 
@@ -34,7 +34,7 @@ def check_main_grad(op: str, operands: Operands, main_grad: Tensor | None) -> No
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the ranges of memory that they reach over meet; of fake tensors too."""
+    """Whether the memory ranges of two tensors overlap. Works for fake tensors, too."""
     if not one.numel() or not other.numel() or one.untyped_storage() is not other.untyped_storage():
         return False
     (first, stop), (other_first, other_stop) = extent(one), extent(other)
@@ -42,6 +42,6 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def extent(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
-    """First byte in its storage, and one past the last."""
+    """The first byte in its storage, and one past the last."""
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize

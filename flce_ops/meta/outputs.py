@@ -1,6 +1,7 @@
-"""What each inner operator does before any work, as its fake kernel and in every real one: checks, and its results.
+"""What every inner operator does before any work, in its fake kernel and in its real ones: runs checks, allocates
+results.
 
-A check is of a kind of arguments, a group or a name, and runs for each operator that takes such arguments.
+A check belongs to a group of arguments or to an argument's name. It runs for each operator that has such arguments.
 """
 
 import functools
@@ -15,6 +16,7 @@ from ..math.kl_div_arguments import KlDivOperands
 from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands
 from ..math.precision import accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
+from ..math.support import Support
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import kl_div_checks
@@ -39,7 +41,7 @@ from .sparse_checks import check_sparse
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
-Outputs = tuple[Tensor, ...]  # the results of a call, as its class declares them
+Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 EXPECTATION = ("grad_expected_log_prob", "expected_log_prob")
 TOKENS = (
@@ -54,7 +56,7 @@ TOKENS = (
 
 
 def outputs(call: Any) -> Any:
-    """Uninitialised: a tuple, or the only one."""
+    """Checks the call and returns its uninitialised results: a tuple, or the only one."""
     for check, of in checks_of(call.__class__):
         if of is None or of(call) is not None:
             check(call.op, call)
@@ -64,7 +66,7 @@ def outputs(call: Any) -> Any:
 
 @functools.cache
 def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], None], Callable | None]]:
-    """Each with what it is of, where that may be None."""
+    """The checks, each with a getter of the argument that it checks if that argument may be None."""
     found: list[tuple[Callable[[str, Any], None], Callable | None]] = []
     for kind, check in CHECKS.items():
         for name, group, start, stop in arguments.fields:
@@ -78,7 +80,7 @@ def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], Non
 
 
 def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
-    """Uninitialised."""
+    """Allocates results, uninitialised."""
     operands, found = call.operands, []
     first = operands[0]
     tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
@@ -86,7 +88,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
         like, size, dtype = first, tokens, dtype or accumulate
         if operand:
             of = getattr(operands, operand)
-            # linear_bias has a gradient where there is none, too
+            # grad_linear_bias has this shape even without a linear_bias
             like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
             dtype = like.dtype
         if asked is not None and not asked(call):
@@ -99,7 +101,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
 
 def check_head(op: str, call: Any) -> None:
     operands = call.operands
-    if isinstance(call, VocabParallelWithGrad):  # whose class weights are those of all ranks
+    if isinstance(call, VocabParallelWithGrad):  # its class weights are those of all ranks
         check_operands(op, operands._replace(weight=None))
         return
     topk = isinstance(operands, Operands)
@@ -190,8 +192,29 @@ def check_added(op: str, call: Any) -> None:
         raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
 
 
+def check_support(op: str, call: Any) -> None:
+    input, (classes, offsets, sizes) = call.operands.input, call.support
+    tokens = input.shape[0]
+    if classes.dim() != 1 or offsets.shape != (tokens + 1,) or sizes.shape != (tokens,):
+        raise ValueError(
+            f"{op}: expected classes of shape (E,), offsets of shape ({tokens + 1},) and sizes of shape ({tokens},), "
+            f"got {tuple(classes.shape)}, {tuple(offsets.shape)} and {tuple(sizes.shape)}"
+        )
+    for name, tensor in call.support._asdict().items():
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{op}: expected {name} in torch.int64, got {tensor.dtype}")
+    check_device(op, input, **call.support._asdict())
+
+
+def check_products(op: str, call: Any) -> None:
+    if call.products.shape != call.support.classes.shape:
+        raise ValueError(
+            f"{op}: expected products of shape {tuple(call.support.classes.shape)}, got {tuple(call.products.shape)}"
+        )
+
+
 def check_divergence_rows(op: str, call: Any) -> None:
-    """What forward found of rows: teacher_shift and student_kl are empty where it has none."""
+    """Checks what forward returned for rows: teacher_shift and student_kl are empty if forward has none."""
     input = call.operands.input
     if call.options.of_student:
         check_per_row(op, call.operands, student_kl=call.student_kl)
@@ -220,6 +243,9 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
     GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
     "retained": check_retained,
-    SparseGradient: lambda op, call: check_sparse(op, call.sparse, call.operands.input),  # a forward's backward is told
+    Support: check_support,
+    "products": check_products,
+    # forward only passes these options on to backward
+    SparseGradient: lambda op, call: check_sparse(op, call.sparse, call.operands.input),
     "main_grad": check_added,
 }

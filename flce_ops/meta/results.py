@@ -1,8 +1,8 @@
-"""The results of each operator, declared once: their part of the schema, their allocation, what ignored tokens have.
+"""The results of each operator, declared once: schema, allocation, and values at ignored tokens.
 
-scalar     ()                token        (N,), or (0,) where nothing asks for it
+scalar     ()                token        (N,), or (0,) if not requested
 topk       (N,) or (N, K)    class_index  (N,) int64
-gradient   of an operand, or (0,) where output_mask does not want it
+gradient   of an operand, or (0,) if output_mask does not want it
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +15,24 @@ import torch
 
 
 class AtIgnored(NamedTuple):
-    """A result with an entry for each token: what it is at ignored ones."""
+    """For a result with an entry for each token: its value at ignored tokens."""
 
     fill: float
-    dim: int = 0  # that counts the tokens
+    dim: int = 0  # the dimension of tokens
 
 
 ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
-BY_TOKEN = ("input", "low_rank_input", "logits")  # operands (N, ...) that have a gradient
+BY_TOKEN = ("input", "low_rank_input", "logits")  # operands (N, ...) that may have a gradient
 
 
 class Result(NamedTuple):
     name: str
-    shape: Callable[[Any], Sequence[int]] | None = None  # of a call; None: (N,), or that of the operand
-    asked: Callable[[Any], Any] | None = None  # whether a call asks for it, else it is (0,); None: each does
-    at_ignored: AtIgnored | None = ZERO  # None: not by token
-    dtype: torch.dtype | None = None  # None: the accumulation dtype, or that of the operand
-    operand: str = ""  # of a gradient: what it is of
+    shape: Callable[[Any], Sequence[int]] | None = None  # from a call; None: (N,), or the operand's shape
+    # whether a call requests it, otherwise it is (0,); None: always requested
+    asked: Callable[[Any], Any] | None = None
+    at_ignored: AtIgnored | None = ZERO  # None: it has no entry for each token
+    dtype: torch.dtype | None = None  # None: the accumulation dtype, or the operand's
+    operand: str = ""  # for a gradient: the name of its operand
 
 
 def scalar(name: str) -> Result:
@@ -39,7 +40,7 @@ def scalar(name: str) -> Result:
 
 
 def token(name: str, asked_by: str = "") -> Result:
-    """`asked_by` is the attribute of a call that asks for it."""
+    """`asked_by` is the attribute of a call that requests it."""
     return Result(name, asked=attrgetter(asked_by) if asked_by else None)
 
 
@@ -52,7 +53,7 @@ def topk(name: str) -> Result:
 
 
 def gradients(*operands: str) -> tuple[Result, ...]:
-    """In the order of an output_mask."""
+    """The gradients of operands, in the order of an output_mask."""
 
     def of(operand: str, place: int) -> Result:
         at_ignored = ZERO if operand in BY_TOKEN else None

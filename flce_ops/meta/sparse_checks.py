@@ -1,4 +1,4 @@
-"""Refusals by name of what a sparse gradient does not do."""
+"""Checks of a sparse gradient's options. Errors name the argument."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .checks import check_device
 
 
 def check_sparse_options(op: str, sparse: SparseGradient) -> None:
-    """Whether a gradient is asked for or not."""
+    """Checks the options, whether a gradient is wanted or not."""
     threshold = sparse.gradient_threshold
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"{op}: expected gradient_threshold in [0, 1), got {threshold}")
@@ -20,7 +20,7 @@ def check_sparse_options(op: str, sparse: SparseGradient) -> None:
 
 
 def check_sparse(op: str, sparse: SparseGradient, input: Tensor) -> None:
-    """Of an operator that makes gradients."""
+    """Checks the options for an operator that makes gradients."""
     check_sparse_options(op, sparse)
     if not sparse.gradient_threshold:
         return

@@ -1,18 +1,18 @@
-"""What is made of a row of logits: an objective a file, its mathematics once for ATen and for Triton.
+"""Objectives: what is computed from a row of logits. One file each, with its mathematics once for ATen and Triton.
 
 row.py                      the protocol of a row objective: its two functions, losses and slopes of N tokens
 cross_entropy.py            one class or K classes a token, class weights, label smoothing, z-loss
 policy.py                   the loss of a token under a policy: PPO, CISPO, KL estimators
-given_slopes.py             slopes that backward brings
-class_probabilities.py      targets that are distributions: a divergence less a constant
-divergence.py               of an entry: forward and reverse KL, Jensen-Shannon
-language.py, in_triton.py   the words that the functions may use, on tensors and in a kernel
+given_slopes.py             slopes that are given to backward
+class_probabilities.py      targets that are distributions: a divergence minus a constant
+divergence.py               divergences, defined by entry: forward and reverse KL, Jensen-Shannon, total variation
+language.py, in_triton.py   the words that the functions may use, for tensors and for kernels
 """
 
 import importlib
 import pkgutil
 
-# each registers itself: a new objective is a file here
+# importing a file registers its objective, so a new objective only needs a file
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name != "in_triton":  # who runs kernels has imported Triton
+    if _module.name != "in_triton":  # it imports Triton, which only code that runs kernels does
         importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,9 +1,9 @@
-"""Class probabilities q as a target: "cross_entropy" of divergence.py, of
+"""Class probabilities q as a target: the kind "cross_entropy" of divergence.py, with
 
     p_ij   = w_j [(1 - eps) q_ij + eps / V]                        w: weight; eps: label_smoothing
     loss_i = sum_j p_ij (lse_i - z_ij)
 
-p may be negative, as class weights may, and the sums of p need not be 1.
+p may be negative, because class weights may, and p need not add up to 1.
 """
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 
 # V vocabulary
 
-OPTIONS = ("label_smoothing",)  # of cross-entropy's; the others are refused
+OPTIONS = ("label_smoothing",)  # the only option of cross-entropy that is allowed; others are refused
 
 
 def smoothed_and_weighted(
     target: Tensor,  # (..., V)
     weight: Tensor | None,  # (V,)
     label_smoothing: float,
-    dtype: torch.dtype,  # of the sums
+    dtype: torch.dtype,  # dtype of the sums
 ) -> Tensor:  # (..., V), p
-    """target itself where it is p; else one more matrix of its size, in `dtype` at least."""
+    """Returns p: `target` itself if no option changes it; otherwise a new matrix, in `dtype` or wider."""
     target = target.detach()
     if label_smoothing == 0.0 and weight is None:
         return target

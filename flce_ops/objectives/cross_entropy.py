@@ -4,8 +4,8 @@ With z the row of logits (scaled and capped), w the class weights, eps the label
 
     loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - sum_j w_j z_j)  +  z_loss lse^2
 
-A soft target has K classes, classes y_k of weights q_k, and the sum of q_k w_yk (lse - z_yk) in place of w_y (lse -
-z_y); equal classes add up.
+A soft target has K classes y_k with weights q_k, and sum_k q_k w_yk (lse - z_yk) in place of w_y (lse - z_y). The terms
+of equal classes are added.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from .row import RowObjective
 
 
 class LossNumbers(NamedTuple):
-    """The user's, in the order of the entries' schemas; those of LogitNumbers are among them."""
+    """The user's numbers, in the order of the entry operators' schemas. They include LogitNumbers."""
 
     label_smoothing: Scalar = 0.0
     softcap: OptionalScalar = None
@@ -38,7 +38,7 @@ RANGES: Ranges = {
 
 
 class LossOptions(NamedTuple):
-    """The same as the inner operators take them."""
+    """The numbers of the loss as the inner operators take them."""
 
     label_smoothing: float = 0.0
     z_loss: Tensor | None = None  # ()
@@ -48,7 +48,7 @@ NUMBERS = numbers_of(LossOptions)
 
 
 def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
-    """At its default a term of the loss is off."""
+    """A number at its default becomes None, which leaves out its term of the loss."""
     options: list[Any] = []
     for name in LossOptions._fields:
         value = getattr(numbers, name)
@@ -88,7 +88,7 @@ class CrossEntropy(RowObjective):
 
 
 def topk_weights(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
-    """q, 0 of classes that do not count, whatever stands there; nan for what is negative."""
+    """The weights q: 0 for ignored classes, whatever their weight is; nan if a weight is negative."""
     q = torch.where(target == ignore_index, 0.0, target_weight).to(dtype)
     return torch.where(q < 0.0, torch.nan, q)
 
@@ -110,13 +110,13 @@ def cross_entropy_of(
 
 def losses_of_rows(
     problem: TokenLosses,
-    num_classes: int,  # V, of all shards
-    target_logit: Tensor,  # (N,), as the next two; (N, K) of a soft target
+    num_classes: int,  # V, over all shards
+    target_logit: Tensor,  # (N,), as are the next two; (N, K) with soft targets
     lse: Tensor,
     logit_sum: Tensor | None,  # read only with label smoothing
     lse_rest: Tensor | None = None,  # (N,)
 ) -> Tensor:  # (N,)
-    """Losses, 0 where ignored, that autograd differentiates."""
+    """Losses that autograd differentiates; 0 for ignored tokens."""
     target, weight, options, q = problem.operands.target, problem.operands.weight, problem.loss, problem.target_weight
     topk_weight = None if q is None else topk_weights(target, q, problem.ignore_index, lse.dtype)
     objective = cross_entropy_of(target, weight, num_classes, options, lse.dtype, topk_weight)

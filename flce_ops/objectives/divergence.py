@@ -1,6 +1,7 @@
-"""The divergences between a teacher's distribution p and a student's q, entry by entry of a row of classes.
+"""Divergences between a teacher's distribution p and a student's distribution q, defined by the entries of a row of
+classes.
 
-With 0 log 0 = 0, sums over the classes of a row, and the gradient G by the student's logits:
+Sums run over the classes of a row, with 0 log 0 = 0. G is the gradient by the student's logits:
 
     "forward"   KL(p || q) = sum p (log p - log q)             G = q sum p - p
     "reverse"   KL(q || p) = sum q (log q - log p)             G = q (log q - log p - K)                K = KL(q || p)
@@ -10,17 +11,17 @@ With 0 log 0 = 0, sums over the classes of a row, and the gradient G by the stud
     "nla"       -log sum min(p, q), the acceptance rate        G = q (d - K) / sum min(p, q)
     "cross_entropy"   -sum p log q, of class probabilities     G = q sum p - p
 
-Of "jsd" the derivative by q_j of both terms together is (1 - beta) (log q_j - log m_j), since m's own derivatives
-cancel, and the softmax takes a derivative d by q to q (d - sum q d). sum(p) is 1 unless probabilities were given that
-do not add up to 1, such as a truncated top-k.
+For "jsd", the derivative of both terms by q_j is (1 - beta) (log q_j - log m_j), because the derivatives through m
+cancel. The softmax turns a derivative d by q into q (d - sum q d). sum(p) is 1 unless the given probabilities do not
+add up to 1, as in a truncated top-k.
 
-Where p_j = q_j total variation has a kink: d is -1/2 there, in the middle of its subgradients. As min(p, q) is half of
-p + q - |p - q|, the two share d, which is sign(q - p) / 2 less 1/2: a constant of the row has no part in G, and so
-d - K does not cancel where hardly anything is accepted.
+Where p_j = q_j, total variation has a kink. There d is -1/2, the middle of its subgradients. "tv" and "nla" share d,
+because min(p, q) = (p + q - |p - q|) / 2. The derivative of |p - q| / 2 is sign(q - p) / 2. d is that minus 1/2, since
+a constant of the row does not change G. With this constant, d - K does not cancel if hardly anything is accepted.
 
-Logarithms, differences of them, d and K are in nats in ATen, in base 2 in a kernel. There K is divided by the sum of
-the q that are stored, which are rounded: where log q - log p or log q - log m is the same for all that count (models
-that agree; a confident student that disagrees) G is 0, and 1e-6 of K would stay.
+Logarithms, their differences, d and K are in nats in ATen, and in base 2 in a kernel. K is divided by the sum of the
+stored, rounded q. Otherwise G would keep 1e-6 of K in rows where it is 0: those where log q - log p (or log q - log m)
+is the same for all classes with probability, as for models that agree, or for a confident student that disagrees.
 """
 
 from collections.abc import Callable
@@ -31,12 +32,14 @@ from torch import Tensor
 
 from .language import RowFunction, log, where
 
-Kind = Literal["forward", "reverse", "jsd", "tv", "nla"]  # what linear_kl_div takes
+Kind = Literal["forward", "reverse", "jsd", "tv", "nla"]  # the kinds that linear_kl_div takes
 KINDS = get_args(Kind)
 
 
 def once(function: Callable) -> Callable:
-    """`function` of the logarithms of a block, which remember the result: its sums and its gradient read the same."""
+    """Caches a function of a block's logarithms on these tensors, because the sums and the gradient of a block need the
+    same results.
+    """
     name = function.__name__
 
     def run(logarithms: Tensor, *others: Any) -> Any:
@@ -56,7 +59,7 @@ def nats(difference: Tensor) -> Tensor:
 
 @once
 def log_ratio(log_q: Tensor, log_p: Tensor, q: Tensor) -> Tensor:
-    """log q - log p, 0 where q is."""
+    """log q - log p, or 0 where q is 0."""
     return torch.where(q == 0.0, 0.0, log_q - log_p)
 
 
@@ -64,19 +67,20 @@ def log_ratio(log_q: Tensor, log_p: Tensor, q: Tensor) -> Tensor:
 def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """log q - log m = -log(1 - beta + beta e^a), log p - log m = -log(beta + (1 - beta) e^-a), with a = log p - log q.
 
-    So written both are exact to their own size, which beta bounds; log m itself would bring an error of log q's size.
+    In this form the error of both is relative to their own size, which beta bounds. Computing log m would bring an
+    error relative to the size of log q.
     """
     a, own, others = log_p - log_q, torch.log1p(-beta), beta.log()
     return log_of_sum(a + others, own).neg_(), log_of_sum(own - a, others).neg_()
 
 
 def log_of_sum(x: Tensor, y: Tensor) -> Tensor:
-    """torch.logaddexp, whose bits on a CPU depend on where in memory a number stands."""
+    """torch.logaddexp without its flaw: on a CPU its bits depend on a number's place in memory."""
     return torch.maximum(x, y).add_((x - y).abs_().neg_().exp_().log1p_())
 
 
 def side(q: Tensor, p: Tensor) -> Tensor:
-    """-1 where q < p, 0 where q > p."""
+    """d of "tv" and "nla": -1 where q < p, 0 where q > p, -1/2 where they are equal."""
     return torch.sign(q - p).sub_(1.0).mul_(0.5)
 
 
@@ -86,20 +90,22 @@ class EntryFunction(RowFunction):
 
 
 class Divergence:
-    """What an entry adds to the sums of its row, the mass of p or q last; what these come to; G of an entry."""
+    """A divergence: the terms of an entry, whose sums over the row end with the mass of p or q; the results of these
+    sums; G of an entry.
+    """
 
-    of_student: ClassVar[bool] = True  # K is a divergence of q
-    of_given_p: ClassVar[bool] = False  # which stands for log p
+    of_student: ClassVar[bool] = True  # K is a sum over the student's distribution q
+    of_given_p: ClassVar[bool] = False  # entry functions get p in place of log p
     sums: ClassVar[int] = 2
-    matrices: ClassVar[int] = 3  # of a chunk's size that exist at once in ATen, log q and log p among them
+    matrices: ClassVar[int] = 3  # matrices of a chunk's size that exist at once in ATen, including log q and log p
     of_entry: ClassVar[EntryFunction]
-    of_sums: ClassVar[EntryFunction]  # the divergence in nats, and K
+    of_sums: ClassVar[EntryFunction]  # returns the divergence in nats, and K
     gradient: ClassVar[EntryFunction]
-    scale_of_sums: ClassVar[EntryFunction | None] = None  # which G is multiplied by, e^divergence; None for 1
+    scale_of_sums: ClassVar[EntryFunction | None] = None  # a factor of G, e^divergence; None for 1
 
 
 class Forward(Divergence):
-    """Its K is the mass of p."""
+    """K is the mass of p."""
 
     of_student = False
 
@@ -119,7 +125,7 @@ class Forward(Divergence):
 
 
 class ClassProbabilities(Divergence):
-    """Its K is the mass of p, which may be negative and, as it may be the user's tensor, is not written to."""
+    """K is the mass of p. p may be negative. It may be the user's tensor, so it is not written to."""
 
     of_student, of_given_p = False, True
 

@@ -1,11 +1,13 @@
-"""An objective whose slopes are given: what backward brings for the numbers of a row, whatever made a loss of them."""
+"""An objective with given slopes: the cotangents of the row numbers that backward receives, whatever loss they come
+from.
+"""
 
 from .language import RowFunction, of_tokens, where
 from .row import RowObjective
 
 
 class GivenSlopes(RowObjective):
-    """Its tokens are Cotangents, None for 0. The value is not a loss, and no one reads it."""
+    """`tokens` is a Cotangents, where None stands for 0. The value is not a loss, and nothing reads it."""
 
     @RowFunction
     def of_target(surprisal, weight, at, given):

@@ -1,4 +1,4 @@
-"""The words of language.py in a kernel. `at` is (tokens, mask): the tokens of the block of rows."""
+"""The words of language.py for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
-LARGE = tl.constexpr(64.0)  # e^a against 1, in base 2: what it is beside no longer counts
+LARGE = tl.constexpr(64.0)  # in base 2: beside e^a with a larger a, 1 no longer counts
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def where(condition, values, otherwise):
 
 @triton.jit
 def expm1(x):
-    """e^x - 1, near 0 by its series: the first term left out is below 2e-8 of the sum."""
+    """e^x - 1. Near 0 it is a series, whose first omitted term is below 2e-8 of the sum."""
     series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
     return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
 
@@ -43,7 +43,7 @@ def constant(values):
 
 @triton.jit
 def number(pointer, otherwise: tl.constexpr = 1.0):
-    """The number of an option at `pointer`, or `otherwise` where there is None."""
+    """The option's number at `pointer`, or `otherwise` if the pointer is None."""
     if pointer is None:
         return otherwise
     else:
@@ -67,7 +67,7 @@ def exp2(x):
 
 @triton.jit
 def nats(difference):
-    """Of a difference of logarithms in base 2."""
+    """Converts a difference of logarithms from base 2."""
     return difference * LN2
 
 
@@ -78,9 +78,9 @@ def log_ratio(log_q, log_p, q):
 
 @triton.jit
 def log2_within_2_22(x):
-    """Within 2^-22, absolute between 0.5 and 2 and relative elsewhere; the stored logits are within 2^-12.
+    """log2 within 2^-22: absolute between 0.5 and 2, relative elsewhere. Stored logits are within 2^-12.
 
-    tl.log2 is a polynomial of 25 instructions an entry, a third of what "jsd" does to one.
+    tl.log2 is a polynomial of 25 instructions an entry, a third of the work of "jsd".
     """
     if INTERPRETED:
         return tl.log2(x)
@@ -90,7 +90,7 @@ def log2_within_2_22(x):
 
 @triton.jit
 def log2_ratios_to_mixture(log2_q, log2_p, beta):
-    """(log q - log m, log p - log m) of entries with p or q; divergence.py says why from a = log p - log q."""
+    """(log q - log m, log p - log m) in base 2, for entries where p or q is not 0. divergence.py explains the form."""
     a = log2_p - log2_q
     far = a > LARGE
     mixture = log2_within_2_22((1.0 - beta) + beta * tl.exp2(tl.where(far, 0.0, a)))  # log m - log q
@@ -100,5 +100,5 @@ def log2_ratios_to_mixture(log2_q, log2_p, beta):
 
 @triton.jit
 def side(q, p):
-    """In base 2, as logarithms are."""
+    """As in divergence.py, divided by ln 2 because logarithms are in base 2."""
     return tl.where(q > p, 0.0, tl.where(q < p, -1.0, -0.5)) / LN2

@@ -1,4 +1,5 @@
-"""Functions of rows written once: here the words that they may use, on tensors; in a kernel: in_triton.py.
+"""Functions of rows that are written once. This file has the words that they may use, for tensors; in_triton.py has
+them for kernels.
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
@@ -15,27 +16,27 @@ exp, expm1, log, where = torch.exp, torch.expm1, torch.log, torch.where
 
 
 def clamp(values: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """nan stays nan."""
+    """Clamps values; nan stays nan."""
     return values.clamp(lowest, highest)
 
 
 def constant(values: Tensor) -> Tensor:
-    """Without a derivative."""
+    """The values without a derivative."""
     return values.detach()
 
 
 def number(value: Tensor | None, otherwise: float) -> Tensor | float:
-    """An option's number, which a kernel reads from memory."""
+    """The number of an option, which a kernel reads from memory."""
     return otherwise if value is None else value
 
 
 def of_tokens(values: Tensor, at: Any) -> Tensor:
-    """A number of each token, which a kernel reads `at` its tokens."""
+    """A number for each token. A kernel reads it at its tokens, `at`."""
     return values
 
 
 def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
-    """factor * values, nothing where one is the number 1: an operation on few numbers is all overhead."""
+    """factor * values. If one is the number 1, no operation runs: on few numbers its overhead would dominate."""
     if isinstance(factor, float) and factor == 1.0:
         return values
     return factor if isinstance(values, float) and values == 1.0 else factor * values
@@ -45,7 +46,7 @@ WORDS = ("exp", "expm1", "log", "where", "clamp", "constant", "number", "of_toke
 
 
 class RowFunction:
-    words: ClassVar[dict[str, str]] = {word: word for word in WORDS}  # to their names in a kernel
+    words: ClassVar[dict[str, str]] = {word: word for word in WORDS}  # words and their names in in_triton.py
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -56,7 +57,7 @@ class RowFunction:
 
     @property
     def jit(self) -> Any:
-        if self._jit is None:  # who runs kernels has imported Triton
+        if self._jit is None:  # not before the first use: only code that runs kernels imports Triton
             import triton
 
             from . import in_triton

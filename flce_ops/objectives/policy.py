@@ -1,15 +1,16 @@
-"""The loss of one token under a policy, a function of its log-probability.
+"""The loss of one token under a policy, as a function of its log-probability.
 
-With A the advantage, r = exp(log_prob - old) (1, and differentiable, where the policy is its own old one),
-clip(r) = min(max(r, 1 - clip_low), 1 + clip_high), c = dual_clip and d = log_prob - ref:
+Let A be the advantage, r = exp(log_prob - old) the ratio, clip(r) = min(max(r, 1 - clip_low), 1 + clip_high), c =
+dual_clip and d = log_prob - ref. If the policy is its own old policy, r is 1, but has a derivative.
 
-    "ppo"      max(-A r, -A clip(r)), where A < 0 at most -A c          "k1"   d
-    "cispo"    -A clip(r) log_prob, clip(r) a constant                  "k2"   d^2 / 2
-               each + beta KL                                           "k3"   e^-d + d - 1
+    "ppo"      max(-A r, -A clip(r)); if A < 0, at most -A c         "k1"   d
+    "cispo"    -A clip(r) log_prob, where clip(r) is a constant      "k2"   d^2 / 2
+               each + beta KL                                        "k3"   e^-d + d - 1
 
-log_prob = z_y - lse, minus the surprisal. For "ppo" a bound acts on one side only: 1 + clip_high where A >= 0, and
-where A < 0 1 - clip_low and c. A ratio beyond its bound is the bound, whose derivative is 0, also where
-the ratio overflows: there autograd of the formula as it is written makes 0 * inf.
+log_prob = z_y - lse, which is minus the surprisal. For "ppo" the ratio has an upper bound of 1 + clip_high if A >= 0;
+if A < 0 it has a lower bound of 1 - clip_low and an upper bound of c. A ratio beyond a bound is replaced by the bound,
+whose derivative is 0. This holds even if the ratio overflows, where autograd of the formula as written would compute 0
+* inf.
 """
 
 from math import inf, nextafter
@@ -29,11 +30,11 @@ OBJECTIVES, KL_ESTIMATORS = get_args(Objective), get_args(KlEstimator)
 
 
 class PolicyTokens(NamedTuple):
-    """What is known of each token, constants in the accumulation dtype."""
+    """What is known of each token: constants in the accumulation dtype."""
 
     advantages: Tensor  # (N,)
-    old_log_probs: Tensor | None = None  # (N,); None for those of the policy itself
-    ref_log_probs: Tensor | None = None  # (N,), read with beta
+    old_log_probs: Tensor | None = None  # (N,); None: those of the policy itself
+    ref_log_probs: Tensor | None = None  # (N,), read only with beta
 
 
 RANGES: Ranges = {
@@ -44,7 +45,7 @@ RANGES: Ranges = {
 
 
 class PolicyNumbers(NamedTuple):
-    """The user's, in the order of the entry's schema."""
+    """The user's numbers, in the order of the entry operator's schema."""
 
     objective: str = "ppo"
     clip_low: Scalar = 0.2
@@ -56,10 +57,10 @@ class PolicyNumbers(NamedTuple):
 
 class PolicyOptions(NamedTuple):
     objective: str
-    clip_low: Tensor  # (), like the next three: the ratio's bounds are 1 - clip_low and 1 + clip_high
+    clip_low: Tensor  # (), as are the next three; the ratio's bounds are 1 - clip_low and 1 + clip_high
     clip_high: Tensor
-    dual_clip: Tensor | None  # of "ppo"
-    beta: Tensor | None  # factor of the KL term
+    dual_clip: Tensor | None  # for "ppo"
+    beta: Tensor | None  # the factor of the KL term
     kl_estimator: str
 
 
@@ -92,10 +93,10 @@ class Policy(RowObjective):
 
     @classmethod
     def made_of(cls, numbers: PolicyNumbers, tokens: PolicyTokens, like: Tensor) -> PolicyOptions:
-        """Without a beta there is no KL term.
+        """The options, without a KL term if there is no beta.
 
-        dynamic=True makes a variable of beta. Without ref_log_probs it is compared all the same, so a graph knows that
-        it is 0.
+        dynamic=True makes beta a variable. Without ref_log_probs it is compared with 0 even then, so the graph is
+        specialised on 0.
         """
         no_kl = tokens.ref_log_probs is None and numbers.beta == 0.0
         return PolicyOptions(
@@ -137,7 +138,7 @@ class Policy(RowObjective):
                 value = value + beta * (0.5 * distance * distance)
                 slope = slope + beta * distance
             else:
-                growth = expm1(-distance)  # e^-d - 1 would keep few digits of nearly equal policies
+                growth = expm1(-distance)  # e^-d - 1 would lose digits if the policies are nearly equal
                 value = value + beta * (growth + distance)
                 slope = slope - beta * growth
         return value, -slope

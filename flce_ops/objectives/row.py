@@ -1,4 +1,4 @@
-"""A row objective: the loss of a token from its row of logits, and the slopes of the loss by the numbers of the row.
+"""A row objective: the loss of a token from its row of logits, and its derivatives (slopes) by the numbers of the row.
 
     surprisal_i = lse_i - z_iy                 a soft target has K of them, one for each class
                 value_ik, slope_ik = of_target(surprisal_ik, weight_ik, at, objective)
@@ -6,11 +6,12 @@
 
     G_ij = (l_i p_ij + a_i [j = y_i] + m_i w_j) dz/du        l = g d_lse,   a = -g slope,   m = g d_sum
 
-`slope` is the derivative of the value by the surprisal, d_lse that of the loss by lse through all terms, and g the
-scale of the row. of_target is linear in `weight`: the class weight of the target, times the class's own of the token.
+`slope` is the derivative of the value by the surprisal. d_lse is the derivative of the loss by lse through all terms. g
+is the scale of the row. of_target is linear in `weight`, which is the class weight of the target times, with soft
+targets, the weight of the class for the token.
 
-An objective is a class with two RowFunctions (language.py): ATen calls them on tensors, the Triton kernels on a block
-of rows. What they read stands in the fields of RowNumbers.
+An objective is a class with two RowFunctions (language.py). ATen calls them on tensors, and Triton kernels on a block
+of rows. Their inputs are the fields of RowNumbers.
 """
 
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -26,34 +27,34 @@ from .language import RowFunction, times
 
 
 class RowNumbers(NamedTuple):
-    """In a kernel the tensors are pointers."""
+    """The inputs of an objective. In a kernel the tensors are pointers."""
 
-    options: Any = None  # a NamedTuple of numbers () and names
-    tokens: Any = None  # a NamedTuple of what is known of each token, (N,) each or None
+    options: Any = None  # a NamedTuple of 0-d numbers and names
+    tokens: Any = None  # a NamedTuple of tensors (N,) or None
     weight: Tensor | None = None  # (N,) or (N, K); None for 1
-    num_classes: int = 0  # V, of all ranks
+    num_classes: int = 0  # V, over all ranks
     class_weight_sum: Tensor | None = None  # () sum_j w_j; None for V
 
 
 class Nothing(NamedTuple):
-    """No tensors of tokens, or no options."""
+    """An objective without tensors of tokens, or without options."""
 
 
 Self = TypeVar("Self", bound="RowObjective")
-Slope = Any  # (N,) or of a target (N, K); a number where all tokens share it
+Slope = Any  # (N,), or (N, K) for such a target; one number if all tokens share it
 
 
 class RowObjective(RowNumbers):
-    bounded: ClassVar[bool] = False  # a slope of 0 is 0 even if the loss is divided by 0
+    bounded: ClassVar[bool] = False  # a slope of 0 gives a gradient of 0, even if the loss is divided by 0
     of_target: ClassVar[RowFunction]
 
-    # of one with operators of its own, a loss of log-probabilities: flce_ops/entry/row_loss.py
-    name: ClassVar[str] = ""  # of the operator, as linear_policy_loss
-    tokens_of: ClassVar[Any] = Nothing  # the class of `tokens`: constants, in the order of the schema
-    numbers: ClassVar[Any] = Nothing  # the user's, with their defaults
+    # for an objective with operators of its own, a loss of log-probabilities: flce_ops/entry/row_loss.py
+    name: ClassVar[str] = ""  # the operator's name, such as linear_policy_loss
+    tokens_of: ClassVar[Any] = Nothing  # the class of `tokens`, which are constants, in the order of the schema
+    numbers: ClassVar[Any] = Nothing  # the class of the user's numbers, with their defaults
     ranges: ClassVar[Ranges] = {}
     options_of: ClassVar[Any] = Nothing  # the class of `options`
-    named: ClassVar[dict[str, "type[RowObjective]"]] = {}  # all such objectives
+    named: ClassVar[dict[str, "type[RowObjective]"]] = {}  # all objectives with operators of their own
 
     def __init_subclass__(cls) -> None:
         if cls.name:
@@ -61,11 +62,11 @@ class RowObjective(RowNumbers):
 
     @classmethod
     def check(cls, op: str, options: Any, tokens: Any) -> None:
-        """Refusals of its own."""
+        """Raises the objective's own errors."""
 
     @classmethod
     def made_of(cls, numbers: Any, tokens: Any, like: Tensor) -> Any:
-        """`options` of the user's numbers."""
+        """`options` from the user's numbers."""
         return cls.options_of(*(scalar(value, like) for value in numbers))
 
     @RowFunction
@@ -74,16 +75,18 @@ class RowObjective(RowNumbers):
 
     @property
     def d_sum(self) -> float | None:
-        """The derivative by the weighted sum of the logits, the same for all rows; None where it is not read."""
+        """The derivative by the weighted sum of the logits, which is the same for all rows; None if the sum is not
+        read.
+        """
         return None
 
     @property
     def soft(self) -> bool:
-        """Whether a token has K classes."""
+        """Whether tokens have K classes."""
         return self.weight is not None and self.weight.dim() == 2
 
     def of(self: Self, rows: slice) -> Self:
-        """The same of some tokens."""
+        """The objective of some tokens."""
         if self.tokens is None and self.weight is None:
             return self
         tokens = None if self.tokens is None else changed(self.tokens, lambda values: values[rows])
@@ -95,7 +98,9 @@ class RowObjective(RowNumbers):
         lse: Tensor,  # (N,)
         logit_sum: Tensor | None,  # (N,), with label smoothing
     ) -> tuple[Tensor, tuple[Slope, Slope]]:  # (N,)
-        """In ATen; the slopes by the target's logit and by lse. All can be differentiated once more."""
+        """In ATen: returns the losses, and their slopes by the target's logit and by lse. All can be differentiated
+        once more.
+        """
         value, slope = self.of_target.source(surprisal, self.weight, None, self)
         of_all_targets = slope
         if self.soft:
@@ -106,7 +111,7 @@ class RowObjective(RowNumbers):
         return losses, (-slope, d_lse)
 
     def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each
-        """Of sum_i scale_i loss_i."""
+        """The cotangents of the row numbers for the scalar sum_i scale_i loss_i."""
         (d_target, d_lse), d_sum = slopes, self.d_sum
         by_target = beside_topk(scale, d_target) if isinstance(d_target, Tensor) else scale
 

@@ -1,4 +1,4 @@
-"""Operands as autocast hands them to F.linear, and the operators' kernels on autocast's keys."""
+"""Casts operands as autocast casts those of F.linear, and makes the operators' kernels on autocast's keys."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands as autocast hands them to F.linear: floating, but for float64, in the autocast dtype."""
+    """The operands as autocast passes them to F.linear: floating tensors but float64 in the autocast dtype."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)
@@ -28,7 +28,7 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
 
 
 def autocast_call(call: Any) -> None:
-    """The same in place of an entry's own."""
+    """Casts the operands of an entry operator's call in place."""
     device_type = getattr(call, call.fields[0][0]).device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         operands = {name: getattr(call, name) for name in call.index if name in OPERANDS}
@@ -36,9 +36,9 @@ def autocast_call(call: Any) -> None:
 
 
 def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:
-    """Casts the operands, and keeps autocast out of the kernel's products.
+    """An autocast kernel: casts the operands, and switches autocast off for the products inside.
 
-    A backward operator gets what forward saw, an operator of given logits what the caller made: nothing is cast.
+    Backward operators and operators of given logits cast nothing: they get what forward saw, or what the caller made.
     """
     casts = [index for name, index in arguments.index.items() if name in OPERANDS]
     if "_backward" in op._schema.name:

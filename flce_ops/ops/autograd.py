@@ -1,10 +1,10 @@
-"""What the operators of a head save and what comes back; nothing here computes a logit.
+"""What the operators of a head save for backward, and what backward calls. Nothing here computes a logit.
 
 forward            saves its arguments, lse, saved logits                    <- backward
-with_grad          saves its arguments, the gradients made in the same pass  <- times one scalar:
+with_grad          saves its arguments, the gradients made in the same pass  <- multiplies them by one scalar:
                                                                                 made_in_forward.py
 backward           saves its arguments                                       <- double_backward
-double_backward    saves its arguments but the first three, in which         <- their change along a direction;
+double_backward    saves its arguments except the first three, in which      <- their change along a direction;
                    it is linear                                                 third derivatives are refused
 """
 
@@ -48,7 +48,7 @@ class ForwardFunction(OperatorFunction):
     @classmethod
     def for_backward(cls, ctx, call, results):
         _, lse, _, expected_log_prob, *_, lse_rest, retained = results
-        # Not saved: autograd would refuse it once the backward of another micro-batch has added to it.
+        # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
         ctx.main_grad, call.main_grad = call.main_grad, None
         ctx.traced = None if ctx.main_grad is None else traced_input(ctx.main_grad)
         return lse, expected_log_prob, lse_rest, *([retained] if call.retain else [])
@@ -67,7 +67,7 @@ class ForwardFunction(OperatorFunction):
         mask = wanted(ctx, Forward, *OPERANDS)
         backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
-            # as .grad, it stays as it is in a backward that was asked for other gradients alone
+            # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
@@ -90,7 +90,9 @@ class ForwardFunction(OperatorFunction):
 
 
 def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard
-    """A bias of -inf may switch off all classes of one shard: exp(-inf - lse) is to be 0 there, not nan."""
+    """Replaces -inf by 0. A bias of -inf may switch off all classes of one shard: exp(-inf - lse) must be 0 there, not
+    nan.
+    """
     return numbers.masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -116,7 +118,7 @@ class BackwardFunction(OperatorFunction):
 
 
 class BackwardInPlaceFunction(OperatorFunction):
-    """None: what was added to main_grad has no derivative."""
+    """Its results have no derivative: what it adds to main_grad is not differentiated."""
 
     arguments = BackwardInPlace
 
@@ -128,9 +130,9 @@ class BackwardInPlaceFunction(OperatorFunction):
 
 
 class DoubleBackwardFunction(OperatorFunction):
-    """Derivatives by the first three arguments only.
+    """Has derivatives only by its first three arguments.
 
-    They are cotangents, in which it is linear: torch.autograd.functional.hvp differentiates by them.
+    These are cotangents, in which it is linear. torch.autograd.functional.hvp differentiates by them.
     """
 
     arguments = DoubleBackward
@@ -139,7 +141,7 @@ class DoubleBackwardFunction(OperatorFunction):
     @classmethod
     def for_backward(cls, ctx, call, results):
         ctx.tensors = [index for index, value in enumerate(call.values()) if isinstance(value, Tensor)]
-        call.grad_grads = GradGrads(None, None, None)  # it is linear in them
+        call.grad_grads = GradGrads(None, None, None)  # not needed, because the operator is linear in them
         return ()
 
     @classmethod

@@ -1,8 +1,8 @@
-"""What the tables of paths.py look at: the facts of a call, none of them data on a device.
+"""The facts of a call that the tables of paths.py read. None of them is data on a device.
 
-facts_of          -> of an inner operator's call
-loss_facts        -> of a scalar loss, before its operator is known; pair_facts, of a head with a low-rank pair;
-                     given_logits_facts, of logits
+facts_of          -> an inner operator's call
+loss_facts        -> a scalar loss, before its operator is known; pair_facts: with a low-rank pair;
+                     given_logits_facts: of given logits
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitOperands, LogitOptions, LowRankOperands
+from ..math.options import LogitOptions, LowRankOperands
 from ..math.shards import shard_rows
 from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import LossOptions
@@ -27,45 +27,48 @@ from ..support.vendor import device_type
 
 
 class CallFacts(NamedTuple):
-    """What a choice may depend on: what the operator is called with, and around it gradients, transforms and ranks."""
+    """What a choice of path may depend on: the operator's arguments, and the surrounding gradients, transforms and
+    ranks.
+    """
 
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    empty: bool = False  # no token, or no feature
+    empty: bool = False  # no tokens, or no features
     one_class: bool = False
     label_smoothing: bool = False
     softcap: bool = False
-    wants_gradient: bool = False  # of input, linear_weight or linear_bias
-    main_grad: bool = False  # a buffer that the gradient of linear_weight is added to
+    wants_gradient: bool = False  # some gradient of input, linear_weight or linear_bias is wanted
+    main_grad: bool = False  # there is a buffer to which the gradient of linear_weight is added
     functorch: bool = False
     saved_tensor_hooks: bool = False
-    checkpoint: bool = False  # a region that AOTAutograd traces and that backward runs again
-    handed_over: bool = False  # logits that may be overwritten
-    leaf: bool = False  # logits that no operation made, or that keep their gradient
-    part: bool = False  # logits that share memory with more than themselves
-    vocabulary_dimensions: int = 0  # of the mesh, that shard the vocabulary
+    checkpoint: bool = False  # AOTAutograd traces a checkpointed region, which backward runs again
+    handed_over: bool = False  # the logits may be overwritten
+    leaf: bool = False  # no operation made the logits, or they retain their gradient
+    part: bool = False  # the logits share memory with a larger tensor
+    vocabulary_dimensions: int = 0  # mesh dimensions that shard the vocabulary
     rank_without_classes: bool = False
-    trains_weight: bool = False  # of a head with a low-rank pair
-    class_scale: bool = False  # of one
+    trains_weight: bool = False  # with a low-rank pair: linear_weight gets a gradient
+    class_scale: bool = False  # with a low-rank pair: there is a class scale
     topk: bool = False  # several classes a token
-    teacher: torch.dtype | None = None  # of a teacher's hidden states
+    teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
 
 
 def facts_of(call: Any) -> CallFacts:
-    """Of an inner operator's call: Arguments with operands, perhaps with options of the loss and of the logits."""
+    """The facts of an inner operator's call, whose Arguments have operands and perhaps options of the loss and the
+    logits.
+    """
     operands, groups = call.operands, vars(call)
     if isinstance(operands, KlDivOperands):
         return kl_div_facts(operands, call.options)
     first = operands[0]
-    num_classes = first.shape[1] if isinstance(operands, LogitOperands) else operands.linear_weight.shape[0]
     options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
     options |= {"topk": operands.target.dim() == 2, "class_scale": getattr(operands, "class_scale", None) is not None}
     if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return CallFacts(device_type(first), first.dtype, first.numel() == 0, num_classes == 1, **options)
+    return CallFacts(device_type(first), first.dtype, first.numel() == 0, operands.num_classes == 1, **options)
 
 
 def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
@@ -82,12 +85,12 @@ def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
 
 
 def loss_facts(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> CallFacts:
-    """Of a scalar loss, before its operator is known, and what else is known of it."""
+    """The facts of a scalar loss before its operator is known. `known` holds further facts."""
     return CallFacts(device_type(input), input.dtype, **around(input, linear_weight, linear_bias), **known)
 
 
 def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
-    """Of a scalar loss of a head with a low-rank pair."""
+    """The facts of a scalar loss of a head with a low-rank pair."""
     input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
     known |= {"trains_weight": needs_gradient(linear_weight), "class_scale": class_scale is not None}
     leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
@@ -95,18 +98,18 @@ def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
 
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
-    """Of a scalar loss of these logits, which may be a view of all of another tensor."""
+    """The facts of a scalar loss of these logits. They may be a view of all of another tensor."""
     root = root_of(logits)
     whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
-    # a gradient that is retained would move to what is written over it
+    # a retained gradient would move to the tensor that is written over the logits
     leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
     known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
     return CallFacts(device_type(logits), logits.dtype, **known)
 
 
 def around(*leaves: Tensor | None) -> dict[str, Any]:
-    """What stands around a loss: who wants gradients of these, and how they will be asked for."""
+    """The surroundings of a loss: whether gradients of these tensors are wanted, and how they will be requested."""
     return {
         "wants_gradient": any(map(needs_gradient, leaves)),
         "functorch": functorch_is_active(),
@@ -116,7 +119,9 @@ def around(*leaves: Tensor | None) -> dict[str, Any]:
 
 
 def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
-    """Of a mesh: whether each dimension shards the vocabulary, and its size. All ranks must come to one answer."""
+    """The facts of a mesh. For each of its dimensions it takes whether that shards the vocabulary, and its size. All
+    ranks must get the same answer.
+    """
     sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
     without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}

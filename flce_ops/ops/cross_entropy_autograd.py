@@ -1,11 +1,12 @@
-"""What each operator of given logits saves and what comes back.
+"""What each operator of given logits saves for backward, and what backward calls.
 
     forward            saves its arguments, lse                               <- backward
-    backward           saves its arguments                                    <- ATen that can be differentiated
-    with_grad          saves the gradient made in the same pass               <- times one scalar
-    with_grad_         the same, which stands where the logits were
+    backward           saves its arguments                                    <- differentiable ATen
+    with_grad          saves the gradient made in the same pass               <- multiplied by one scalar
+    with_grad_         saves the same gradient, which overwrote the logits
 
-With z, p, f' and d as in flce_ops/aten/double_backward.py and H the cotangent of G = d f', the backward operator's are
+Notation of flce_ops/aten/double_backward.py, with H the cotangent of G = d f'. The derivatives of the backward operator
+are
 
     z' = f' H     lse' = sum_j p z'     dL/da = z'_y     dL/dl = lse'     dL/dm = sum_j w z'
     dL/du = l p (z' - lse') f' + d f'' H
@@ -55,7 +56,7 @@ class ForwardFunction(OperatorFunction):
 
 
 class BackwardFunction(OperatorFunction):
-    """In whole matrices: the logits are in memory anyway, and so derivatives of any order are autograd's."""
+    """Works on whole matrices, because the logits are in memory anyway. So autograd gives derivatives of any order."""
 
     arguments = LogitsBackward
     function = "cross_entropy"
@@ -68,7 +69,7 @@ class BackwardFunction(OperatorFunction):
 
 
 def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
-    """Of target_logit's, lse's and logit_sum's cotangents, (N,) each, and of the logits, (N, V)."""
+    """The gradients of the cotangents of target_logit, lse and logit_sum, (N,) each, and of the logits, (N, V)."""
     logits, target, weight = call.operands
     dtype = call.lse.dtype
     valid = (target != call.ignore_index)[:, None]
@@ -93,7 +94,7 @@ def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def activated(u: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float, Tensor | None]:
-    """z, dz/du and d2z/du2, which is None for 0; differentiable."""
+    """z, dz/du and d2z/du2 (None for 0), differentiable."""
     softcap, logit_scale = options
     scale = 1.0 if logit_scale is None else logit_scale
     if softcap is None:
@@ -104,7 +105,7 @@ def activated(u: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float,
 
 
 class WithGradFunction(MadeInForward):
-    """The logits are not held until backward, so that they can be freed."""
+    """Does not keep the logits until backward, so that they can be freed."""
 
     arguments = LogitsWithGrad
     function = "cross_entropy"
@@ -118,9 +119,10 @@ class WithGradFunction(MadeInForward):
 
 
 class WithGradInPlaceFunction(WithGradFunction):
-    """As above. The tensor that the logits are all of, written in place, is an output too: autograd refuses what was
-    saved of it before by its version, and a gradient that comes back through it is of something that read the gradient
-    as logits. (Work on a view would copy its base.) The logits' own goes the way that they came from it.
+    """As above, with the gradient written over the logits. The root, of which the logits are a view of all elements, is
+    an output, too, and marked dirty. So autograd's version check refuses tensors saved from the root before. A gradient
+    that comes back through the root belongs to code that read the gradient as logits, and is refused. (Marking a view
+    dirty would copy its base.) The logits' own gradient goes back the way they were computed.
     """
 
     arguments = LogitsWithGradInPlace
@@ -131,7 +133,7 @@ class WithGradInPlaceFunction(WithGradFunction):
 
     @classmethod
     def kernel(cls, op):
-        """Without the root, which this Function gives back."""
+        """The kernel without the root, which this Function adds to the results."""
         run = super().kernel(op)
 
         def without_root(*args, **kwargs):
@@ -152,7 +154,7 @@ class WithGradInPlaceFunction(WithGradFunction):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
         ctx.handed_over = None
-        leaf = traced_leaf(inputs[-1])  # before the root's history is this node
+        leaf = traced_leaf(inputs[-1])  # must be found before this node becomes the root's history
         ctx.mark_dirty(grad_logits)
         ctx.differentiable = [True, False, False]
         ctx.mark_non_differentiable(losses, argmax)
@@ -168,23 +170,25 @@ class WithGradInPlaceFunction(WithGradFunction):
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *_):
-        losses, made = saved  # made is of the root's shape
+        losses, made = saved  # `made` has the root's shape
         return super().gradients(ctx, call, (losses, made.detach().reshape(losses.shape[0], -1)), grad_loss)
 
 
 def without_values(arguments: type[LogitsWithGrad], leaf: Tensor | None) -> LogitsWithGrad:
-    """A call of nothing but what stands for the logits in backward."""
+    """A call that holds nothing but the tensor that stands for the logits in backward."""
     return arguments.of([leaf] + [None] * (len(arguments.arguments) - 1))
 
 
 def remember_handed_over(loss: Tensor, logits: Tensor) -> None:
-    """`logits` are the caller's own tensor, which may be a view of the root."""
-    if hasattr(loss.grad_fn, "handed_over"):  # written in place
+    """Remembers the caller's own tensor, which may be a view of the root."""
+    if hasattr(loss.grad_fn, "handed_over"):  # only if the logits were overwritten
         loss.grad_fn.handed_over = weakref.ref(logits), gradient_readers(logits)
 
 
 def gradient_readers(logits: Tensor) -> tuple[bool, bool]:
-    """Whether retain_grad() was called, and whether a hook was set: further hooks are of the same operation then."""
+    """Whether retain_grad() was called and whether a hook was set. A tensor that has a hook already gets further hooks
+    on the same operation.
+    """
     return logits.retains_grad, bool(logits._backward_hooks)
 
 
@@ -194,10 +198,10 @@ def asked_since(reference: Callable, before: tuple[bool, bool]) -> bool:
 
 
 def traced_leaf(logits: Tensor) -> Tensor | None:
-    """While AOTAutograd traces, the nearest tensor that the logits are computed from and that nothing computed.
+    """While AOTAutograd traces: the nearest tensor from which the logits are computed and which no operation made.
 
-    Its compiled backward refuses to be differentiated only where it reads such a tensor. The logits themselves, as
-    `multiply_by_grad_output` would have them, are not to be kept.
+    A compiled backward refuses to be differentiated only if it reads such a tensor. `multiply_by_grad_output` would
+    take the logits themselves, but they must not be kept.
     """
     if type(logits) in (Tensor, torch.nn.Parameter):
         return None

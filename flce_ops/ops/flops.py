@@ -1,7 +1,7 @@
 """Floating-point operations of each inner operator for torch.utils.flop_counter: GEMM passes of 2 N D V.
 
-Elementwise work over the logits is left out, as the counter does for ATen's softmax. All N tokens are counted: how many
-of them are ignored, and cost nothing where kernels leave them out, is data, of which a formula sees shapes only.
+Elementwise work over the logits is not counted, as the counter does not count ATen's softmax. All N tokens are counted:
+which of them are ignored, and cost nothing if kernels skip them, is data, and a formula sees only shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
-from ..meta.arguments import DoubleBackward, LowRankWithGrad
+from ..meta.arguments import DoubleBackward, LowRankWithGrad, SupportBackward, SupportForward
 from ..meta.call import Arguments
 from .registration import OPERATORS
 
-# N tokens, D hidden, V vocabulary; shapes arrive in place of tensors
+# N tokens, D hidden, V vocabulary; arguments are shapes instead of tensors
 
 
 def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
@@ -23,6 +23,9 @@ def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
 
 def flops(call: Any) -> int:
     operands = call.operands
+    if isinstance(call, SupportForward | SupportBackward):  # of the classes that are gathered
+        products = sum(call.output_mask[:2]) if isinstance(call, SupportBackward) else 1
+        return 2 * call.support.classes[0] * operands.input[1] * products
     logits = product(operands.input, operands.linear_weight)
     if isinstance(call, DoubleBackward):  # logits, S @ W and S.T @ X; H and two more products for each cotangent
         return logits * (3 + 2 * sum(grad is not None for grad in call.grad_grads[:2]))
@@ -31,9 +34,9 @@ def flops(call: Any) -> int:
         pair = product(operands.low_rank_input, operands.low_rank_weight)
         return logits * (1 + want_input) + pair * (1 + sum(of_pair))
     found = logits * (1 + sum(getattr(call, "output_mask", ())[:2]))
-    if getattr(call, "retained", None) is not None:  # logits that cost nothing
+    if getattr(call, "retained", None) is not None:  # saved logits cost nothing
         found -= product((call.retained[0], operands.input[1]), operands.linear_weight)
-    if getattr(operands, "teacher_input", None) is not None:  # no probabilities
+    if getattr(operands, "teacher_input", None) is not None:  # a teacher that is a model, not probabilities
         found += product(operands.teacher_input, operands.teacher_weight)
     return found
 

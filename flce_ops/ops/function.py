@@ -1,8 +1,7 @@
-"""What the derivative of every operator is made of: an OperatorFunction, what it saves, and the kernel on the autograd
-keys.
+"""The base class of every operator's derivative, OperatorFunction: what it saves, and its kernel on the autograd keys.
 
-One OperatorFunction per operator, a `torch.autograd.Function` with `setup_context` and `vmap`, is called from the
-Autograd key (eager, AOTAutograd) and from the key on which torch.func intercepts calls;
+Each operator has one OperatorFunction, a `torch.autograd.Function` with `setup_context` and `vmap`. It is called from
+the Autograd key (eager, AOTAutograd) and from the key on which torch.func intercepts calls.
 `torch.library.register_autograd` reaches only the first.
 """
 
@@ -29,7 +28,7 @@ from ..support.torch_private import (
     has_tangent,
 )
 
-# numbers among the options, and tensors, that a gradient is refused for
+# option numbers and tensors whose gradient is refused
 GROUPS = (LogitOptions, LossOptions, KlDivOptions)
 NUMBERS = tuple(
     name
@@ -41,46 +40,50 @@ OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an outpu
 
 
 class OperatorFunction(Function):
-    """The derivative of one operator: `arguments` are its own, and each gradient is returned by its name.
+    """The derivative of one operator. `arguments` is the class of its calls, and gradients are returned by argument
+    name.
 
-    Refuses forward-mode differentiation by name. Under vmap it runs one element at a time; where all results are of
-    tokens, and only what is of tokens has a batch, the batch is more tokens of one call.
+    Forward-mode differentiation is refused with an error that names the function. Under vmap it runs one batch element
+    at a time. If all results are per token and only per-token arguments have a batch, it runs the batch as more tokens
+    of one call.
     """
 
     arguments: ClassVar[type[Arguments]]
-    function: ClassVar[str] = "linear_cross_entropy"  # the user's
+    function: ClassVar[str] = "linear_cross_entropy"  # the public function
     reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
-    with_derivative: ClassVar[tuple[str, ...]] = ()  # results
-    per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), where the results are of tokens, too
-    token_dim: ClassVar[int] = 0  # of every result
+    with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
+    per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), if the results are per token, too
+    token_dim: ClassVar[int] = 0  # the dimension of tokens in every result
 
     @classmethod
     def check(cls, op: torch._ops.OpOverload, values: list) -> None:
-        """Refusals of its own."""
+        """Raises the operator's own errors."""
 
     @classmethod
     def with_gradient(cls, values: list) -> None:
-        """Changes what its operator is called with where a gradient may be asked for."""
+        """Changes the operator's arguments if a gradient may be requested."""
 
     @classmethod
     def differentiable(cls, call: Any) -> list[bool]:
-        """Which results have a derivative: what was not asked for has none."""
+        """Which results have a derivative. Results that were not requested have none."""
         names = cls.with_derivative
         return [name in names and (asked is None or asked(call)) for name, _, asked, *_ in cls.arguments.results]
 
     @classmethod
     def for_backward(cls, ctx, call: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The results that backward reads. Takes out of `call`, which is saved, what it does not."""
+        """Returns the results that backward reads. Removes from `call`, which is saved, what backward does not read."""
         return ()
 
     @classmethod
     def gradients(cls, ctx, call: Any, saved: Sequence[Tensor], *cotangents: Tensor | None) -> dict[str, Tensor | None]:
-        """By name of an argument; `cotangents` are of the results, None but for differentiable ones."""
+        """The gradients by argument name. `cotangents` belong to the results; they are None except for differentiable
+        ones.
+        """
         return {}
 
     @classmethod
     def forward(cls, *values):
-        # the operator itself; a transform of torch.func that is still to come has to see it once more
+        # calls the operator again below autograd; if more torch.func transforms follow, they must see it, too
         with nullcontext() if functorch_is_active() else below_autograd():
             return cls.arguments.run(getattr(ops, cls.arguments.op), values)
 
@@ -123,9 +126,9 @@ class OperatorFunction(Function):
 
     @classmethod
     def kernel(cls, op: torch._ops.OpOverload) -> Callable:
-        """That of `op` on the autograd keys: this Function where a gradient can flow, else straight down."""
+        """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
         arguments = cls.arguments
-        # flce_ops/entry/learnt_scale.py and row_scale are the ways to a gradient of a number
+        # gradients of numbers go through flce_ops/entry/learnt_scale.py and row_scale instead
         constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
@@ -156,7 +159,7 @@ class OperatorFunction(Function):
 
 
 def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
-    """The values of a call, and of its results what backward reads."""
+    """Saves the values of a call, and the results that backward reads."""
     ctx.constants = list(values)
     tensors: list[Tensor | None] = []
     for index, value in enumerate(ctx.constants):
@@ -176,7 +179,7 @@ def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, .
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
-    needs = ctx.needs_input_grad  # made anew each time it is asked for
+    needs = ctx.needs_input_grad  # a new tuple at each access
     return [needs[arguments.index[name]] for name in names]
 
 
@@ -187,7 +190,9 @@ def where_wanted(
 
 
 def vmap_by_tokens(function: type[OperatorFunction], batch: int, in_dims, args, per_token: set[int]):
-    """One call: a weight's gradient is one sum, which float16 holds where it may not hold every element's."""
+    """One call for the whole batch. A weight's gradient is then one sum, which may fit float16 where the gradients of
+    single elements do not.
+    """
     args, tokens = list(args), 0
     for index in per_token:
         tensor, dim = args[index], in_dims[index]
@@ -197,14 +202,14 @@ def vmap_by_tokens(function: type[OperatorFunction], batch: int, in_dims, args, 
     results, dims = [], []
     for result in function.apply(*args):
         dim = function.token_dim % result.dim()
-        of_tokens = result.shape[dim] == batch * tokens  # (0,) if not asked for
+        of_tokens = result.shape[dim] == batch * tokens  # (0,) if not requested
         results.append(result.unflatten(dim, (batch, tokens)) if of_tokens else result)
         dims.append(dim if of_tokens else None)
     return tuple(results), tuple(dims)
 
 
 def vmap_by_loop(function: type[Function], batch: int, in_dims, args):
-    """One call per element of the batch: right for every argument, no faster than a Python loop."""
+    """One call for each batch element: correct for every argument, but no faster than a Python loop."""
     results = []
     for index in range(batch):
         element = [

@@ -1,4 +1,4 @@
-"""Gradients that forward made, times the gradient of the objective by the loss."""
+"""Multiplies gradients that forward made by grad_output, the gradient of the objective by the loss."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ MULTIPLY = "linear_cross_entropy_upstream"
 def multiply_by_grad_output(
     made: Sequence[Tensor], output_mask: Sequence[bool], factor: Tensor, leaf: Tensor
 ) -> list[Tensor | None]:
-    """made * factor, None where not wanted, in the same memory where these are the last users of it."""
+    """made * factor, None if not wanted. Works in place if nobody else can read the gradients."""
     grads = [grad if want else None for grad, want in zip(made, output_mask)]
     here = [grad for grad in grads if grad is not None]
-    if is_batched(factor):  # is_grads_batched: a batch of factors
+    if is_batched(factor):  # is_grads_batched=True: a batch of factors
         products = multiply(here, factor)
     elif any(type(tensor) is not Tensor for tensor in (factor, *here)):
         # A subclass is a tracer (functional, fake). AOTAutograd refuses a second derivative only where the backward
@@ -41,12 +41,12 @@ def multiply_by_grad_output(
 
 
 def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None) -> list[Tensor]:
-    """Out of place; also the operator of traced graphs, which `leaf` ties to it."""
+    """Multiplies out of place. This is also the operator of traced graphs, which read `leaf` through it."""
     return [grad * factor for grad in made]
 
 
 def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
-    """On NVIDIA a kernel that leaves at once where the factor is 1."""
+    """Multiplies in place. On NVIDIA GPUs a kernel does it, which returns immediately if the factor is 1."""
     nvidia = bool(made) and device_type(made[0]) == "cuda" and made_by_nvidia()
     if nvidia and made[0].dtype != torch.float64 and has_triton():
         from ..triton import launch_scale_in_place

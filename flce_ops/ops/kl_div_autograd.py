@@ -1,10 +1,10 @@
-"""What the operators of linear_kl_div save and what comes back; nothing here computes a logit.
+"""What the operators of linear_kl_div save for backward, and what backward calls. Nothing here computes a logit.
 
     user -> entry -> forward        saves operands, row statistics             <- backward op
                   -> with_grad      saves the gradients made in the same pass  <- times one scalar: made_in_forward.py
-            backward op             saves nothing                              <- refused by name
+            backward op             saves nothing                              <- refused with an error
 
-The teacher is constant: it gets no gradient, and asking for one is refused.
+The teacher is constant. Requesting a gradient for it is an error.
 """
 
 from ..math.kl_div_arguments import TEACHER
@@ -50,12 +50,12 @@ class ForwardFunction(KlDivFunction):
 
 
 def is_scaled(call: KlDivForward) -> bool:
-    """By e^divergence, which backward is given as a part of what comes from above."""
+    """Whether G has the factor e^divergence, which backward multiplies into the cotangent."""
     return DIVERGENCES[call.options.kind].scale_of_sums is not None
 
 
 class BackwardFunction(KlDivFunction):
-    """It has no derivative."""
+    """Its derivative is refused."""
 
     arguments = KlDivBackward
 
@@ -74,7 +74,9 @@ class WithGradFunction(KlDivFunction, MadeInForward):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        """What forward alone reads is not held until backward, nor is input where a parameter may be its leaf."""
+        """Drops what only forward reads, so that it is not kept until backward. Drops input, too, if a parameter can
+        serve as leaf.
+        """
         call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
         call.row_scale = None
         if any(call.output_mask[1:]):

@@ -1,11 +1,10 @@
-"""The derivative of a scalar loss whose gradients forward has made, up to d(objective)/d(loss).
+"""The derivative of a scalar loss whose gradients forward has made, except for the factor d(objective)/d(loss).
 
     forward     keeps its arguments, the losses, the gradients made in the same pass
-    backward    multiplies them by one scalar: in place where nobody can read them again, which keeps one copy of
-                grad_linear_weight in memory, and out of place under retain_graph
+    backward    multiplies them by one scalar: in place if nobody can read them again, which keeps one copy of
+                grad_linear_weight in memory; out of place under retain_graph
 
-Under create_graph the gradients are built again, from operators that have derivatives: those that were saved have no
-graph.
+Saved gradients have no graph. Under create_graph they are computed again, from operators that have derivatives.
 """
 
 from collections.abc import Sequence
@@ -22,15 +21,15 @@ from .grad_output import multiply_by_grad_output
 
 
 class MadeInForward(OperatorFunction):
-    """Of an operator that returns loss, losses (N,), the gradients, and constants; only the first has a derivative."""
+    """For an operator that returns loss, losses (N,), the gradients, and constants. Only the loss has a derivative."""
 
     with_derivative = ("loss",)
 
-    second_derivative: ClassVar[str] = ""  # the hole, where there is none
+    second_derivative: ClassVar[str] = ""  # if there is none: the entry of HOLES with the reason
 
     @classmethod
     def made_again(cls, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The gradients, times grad_loss, and the losses, as functions of the operands."""
+        """The gradients, multiplied by grad_loss, and the losses, as functions of the operands."""
         refuse_hole(cls.function, cls.second_derivative)
 
     @classmethod
@@ -49,14 +48,16 @@ class MadeInForward(OperatorFunction):
     def times(
         cls, call: Any, saved: Sequence[Tensor], needs: list[bool], grad_loss: Tensor | None, *others: Tensor | None
     ) -> tuple[Sequence[Tensor | None], Tensor]:
-        """The gradients, times grad_loss, those that are needed at least, and the losses."""
+        """The gradients, multiplied by grad_loss, and the losses. Gradients that are not needed may be missing."""
         assert grad_loss is not None
-        if torch.is_grad_enabled():  # create_graph
+        if torch.is_grad_enabled():  # true under create_graph
             return cls.made_again(call, grad_loss)
         losses, *gradients = saved
         leaf = losses
         for name, need in zip(cls.arguments.made, needs):
-            if need:  # the last one: parameters are in memory anyway, and a compiled graph would save input for it
+            # takes the last one needed: parameters are in memory anyway, while a compiled graph would have to save
+            # input
+            if need:
                 leaf = getattr(call.operands, name)
         mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
         return multiply_by_grad_output(gradients, mask, grad_loss, leaf), losses

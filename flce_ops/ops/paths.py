@@ -6,8 +6,8 @@
     facts -> conditions, by name -> path -> ".module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
-A condition looks at CallFacts (call_facts.py), never at data on a device. flce_ops.explain prints the tables for
-given arguments, docs/paths.md has them, and the planner asks them. How Triton then takes the tokens is a table of
+A condition reads CallFacts (call_facts.py), never data on a device. flce_ops.explain prints the tables for given
+arguments, docs/paths.md shows them, and the planner uses them. How Triton divides the tokens is a table of
 triton/steps/chunking.py.
 """
 
@@ -33,23 +33,24 @@ HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
 RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
-RANK_ONE_IN_TRITON = Condition(  # whatever the sizes, which ranks may not share
+RANK_ONE_IN_TRITON = Condition(  # ranks may have different sizes, but must agree, so this ignores sizes
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
 UNCAPPED_CLASSES = Condition("no class_scale under a softcap", lambda s: not (s.class_scale and s.softcap))
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
-# One class has probability 1 and loss 0: exactly so only where both come from one product, as in ATen.
+# One class has probability 1 and loss 0. The loss is exactly 0 only if the target's logit and lse come from one
+# product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
-# Lists are of l p and the target's entry alone.
+# Lists contain l p and the target's entry, but no label smoothing.
 UNSMOOTHED = Condition("no label smoothing with gradient_threshold", lambda s: not (s.sparse and s.label_smoothing))
 ONE_CLASS_IF_SPARSE = Condition("one class a token with gradient_threshold", lambda s: not (s.sparse and s.topk))
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
 NOT_SPARSE = Condition("no gradient_threshold", lambda s: not s.sparse)
-# A forward without a backward must leave it alone, and the factor of what is added is known in backward.
+# A forward without a backward must leave main_grad alone, and the factor of what is added is known only in backward.
 NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
@@ -60,7 +61,7 @@ ONE_DIMENSION = Condition("one mesh dimension that shards the vocabulary", lambd
 EVERY_RANK = Condition("classes on every rank", lambda s: not s.rank_without_classes)
 ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.topk)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
-KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, CLASSES, EVERY_RANK)  # nothing that differs between ranks
+KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, CLASSES, EVERY_RANK)  # only conditions that are the same on all ranks
 
 FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
 
@@ -73,11 +74,11 @@ WHOLE = Condition("logits that are all of their memory", lambda s: not s.part)
 HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dtype != torch.float64)
 TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 
-# A float16 gradient made in forward would have to fit 40 binades before the loss scale that backward brings is known.
-# By the planner's model 4 passes in Triton take 1.02 of the time of 3 in ATen at 8192x4096x128256 on an H200, 0.78 at
-# D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice;
-# torch.func's backward always asks for a graph, which gradients made in advance do not have. Label smoothing under a
-# softcap goes into the epilogue that makes G, not into one that makes exponentials: 4 passes in Triton take 0.43 of the
+# A float16 gradient made in forward would need a range of 40 binades, because the loss scale is known only in backward.
+# By the planner's model, at 8192x4096x128256 on an H200, 4 passes in Triton take 1.02 of the time of 3 passes in ATen;
+# 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice.
+# torch.func's backward always asks for a graph, which gradients made in forward do not have. Label smoothing under a
+# softcap fits the epilogue that makes G, but not the one that makes exponentials: 4 passes in Triton take 0.43 of the
 # time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
@@ -131,15 +132,15 @@ LOSS = {
     ),
 }
 
-# Of what the Triton kernels save, z behind the cap, dz/du would be lost where the cap saturates.
+# The Triton kernels save z, the logits behind the cap, from which dz/du cannot be computed where the cap saturates.
 UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
-# Rounded logits would not be those that lse was made of: of half operands other GPUs hand over float32, and one class
-# has loss 0 only where both come from one product.
+# lse must belong to the logits that are saved, so rounded copies do not do. On other GPUs the product of half operands
+# is float32. And one class has loss 0 only if logit and lse come from one product.
 PRODUCT_SAVED = Condition(
     "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
     lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),
 )
-# Lists are made of exponentials, which backward makes in any case.
+# Lists are made from exponentials, which backward computes in any case.
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
@@ -164,12 +165,12 @@ KERNELS = {
         (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), ":launch_backward", ":backward"
     ),
     "linear_cross_entropy_backward_": kernels(TRITON, ":launch_backward_in_place", ":backward_in_place"),
-    # Exponentials that are normalised later need bfloat16's range; label smoothing under a softcap is not of rank 1.
+    # Exponentials that are normalised later need bfloat16's range. Label smoothing under a softcap is not of rank 1.
     "linear_cross_entropy_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
     ),
     "linear_cross_entropy_vocab_parallel_with_grad": kernels(
-        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # nothing that differs between ranks
+        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # only conditions that are the same on all ranks
         ".steps.with_grad:launch_vocab_parallel_with_grad",
         ".with_grad:vocab_parallel_with_grad",
     ),
@@ -194,13 +195,15 @@ KERNELS = {
     "linear_policy_loss_with_grad": kernels(
         (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_policy_with_grad", ".with_grad:policy_with_grad"
     ),
+    "linear_support_forward": kernels(TRITON, ".sparse.support:launch_forward", ".support:forward"),
+    "linear_support_backward": kernels(TRITON, ".sparse.support:launch_backward", ".support:backward"),
     "linear_kl_div_forward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_backward", ".kl_div:backward"),
     "linear_kl_div_with_grad": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
 }
 
 
-# of every objective with operators of its own
+# one for each objective with operators of its own
 KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
 
 
@@ -223,8 +226,7 @@ def function(kernel: str) -> Callable:
 
 
 @functools.cache
-def path_of_loss(title: str, facts: CallFacts, on_nvidia: bool) -> str:
-    """`on_nvidia` is for the cache: the conditions know it."""
+def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
@@ -233,7 +235,7 @@ def gradients_in_the_same_pass(
 ) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     facts = loss_facts(input, linear_weight, linear_bias, **known)
-    return path_of_loss(title, facts, made_by_nvidia()) != "recompute"
+    return path_of_loss(title, facts) != "recompute"
 
 
 def path_of_pair(operands: LowRankOperands, **known) -> str:
@@ -242,5 +244,5 @@ def path_of_pair(operands: LowRankOperands, **known) -> str:
 
 
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
-    """How a scalar loss of them makes their gradient."""
+    """How a scalar loss of given logits makes their gradient."""
     return choose(LOSS["a scalar loss of given logits"], given_logits_facts(logits, handed_over)).name

@@ -1,19 +1,20 @@
-"""The inner operators: their schemas, and one kernel per dispatch key.
+"""Registers the inner operators: their schemas, and one kernel for each dispatch key.
 
     flce::linear_cross_entropy_forward           (target_logit, lse, ...) per token
-    flce::linear_cross_entropy_backward          gradients from the cotangents of those
-    flce::linear_cross_entropy_backward_         which adds that of linear_weight to a buffer
+    flce::linear_cross_entropy_backward          gradients from the cotangents of these numbers
+    flce::linear_cross_entropy_backward_         adds the gradient of linear_weight to a buffer
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
-    flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, where ranks share the vocabulary
-    flce::linear_cross_entropy_low_rank_with_grad         likewise, of a frozen head with a low-rank pair beside it
+    flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, if ranks share the vocabulary
+    flce::linear_cross_entropy_low_rank_with_grad         likewise, for a frozen head with a low-rank pair
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
-    flce::linear_kl_div_{forward, backward, with_grad}    likewise, of divergences
-    flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, of a policy's losses
-    flce::cross_entropy_{forward, backward, with_grad}    likewise, of logits that are given
-    flce::cross_entropy_with_grad_               which writes the gradient over them
-    flce::linear_cross_entropy_upstream{,_}      a traced backward's multiplication of gradients: grad_output.py
+    flce::linear_support_{forward, backward}     likewise, for rows whose classes are a support
+    flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
+    flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, for policy losses
+    flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
+    flce::cross_entropy_with_grad_               writes the gradient over the logits
+    flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: grad_output.py
 
-All share one layout of dispatch keys:
+All have the same layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands: autocast.py
     FuncTorchDynamicLayerFrontMode     torch.func: function.py
@@ -21,7 +22,7 @@ All share one layout of dispatch keys:
     CompositeExplicitAutograd          every device: the table of paths, paths.py
     fake / Meta                        flce_ops/meta
 
-The entry operators are registered by flce_ops/entry.
+flce_ops/entry registers the entry operators.
 """
 
 import functools
@@ -41,6 +42,7 @@ from . import (
     cross_entropy_autograd,
     kl_div_autograd,
     paths,
+    support_autograd,
     with_grad_autograd,
 )
 from .autocast import autocast_kernel
@@ -59,6 +61,8 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     with_grad_autograd.WithGradFunction,
     with_grad_autograd.LowRankWithGradFunction,
     *with_grad_autograd.ROW_LOSS_FUNCTIONS,
+    support_autograd.ForwardFunction,
+    support_autograd.BackwardFunction,
     kl_div_autograd.ForwardFunction,
     kl_div_autograd.BackwardFunction,
     kl_div_autograd.WithGradFunction,
@@ -75,7 +79,7 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {function.arguments.op: Operator(function.arguments, function) for function in FUNCTIONS}
-# Its Function knows the mesh: flce_ops/distributed/one_pass.py
+# Its autograd Function is in flce_ops/distributed/one_pass.py, because it needs the mesh.
 OPERATORS[VocabParallelWithGrad.op] = Operator(VocabParallelWithGrad)
 
 for _name, (_arguments, _) in OPERATORS.items():
@@ -85,7 +89,7 @@ library.define(f"{MULTIPLY}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torc
 
 
 def kernel(name: str) -> Callable:
-    """The path that the table says."""
+    """An operator's kernel: runs the path that the table chooses."""
     arguments = OPERATORS[name].arguments
     retains = issubclass(arguments, Forward | Backward)
 
@@ -108,7 +112,9 @@ def kernel(name: str) -> Callable:
 
 @functools.cache
 def launches_of(name: str, kernel: str) -> Callable:
-    """What forward launches, and what is launched for it in backward where no other operator is called."""
+    """Everything that is launched for a call: forward's launches, and those in backward that belong to no other
+    operator.
+    """
     launch, function = paths.function(kernel), OPERATORS[name].function
     if function is None or not issubclass(function, MadeInForward):
         return launch
@@ -136,5 +142,5 @@ library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")
 torch.library.register_fake(add_op_namespace_prefix(MULTIPLY), multiply, lib=library)
 torch.library.register_fake(add_op_namespace_prefix(f"{MULTIPLY}_"), lambda made, factor: None, lib=library)
 for _name in (MULTIPLY, f"{MULTIPLY}_"):
-    # called where gradients are off: backward, and the graph that was traced of one
+    # called only where gradients are off: in backward, and in the traced graph of a backward
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -1,6 +1,4 @@
-"""How many tokens' logits wait between a forward operator and its backward one: the table SAVE_LOGITS, and the
-bytes.
-"""
+"""For how many tokens forward saves logits for backward: the table SAVE_LOGITS, and the bytes available."""
 
 import torch
 
@@ -15,7 +13,7 @@ from .paths import PRODUCT_SAVED, SAVE_LOGITS, UNCAPPED
 
 
 def saved_rows(call: Forward) -> int:
-    """Rows whose logits a call of the forward operator, whose gradient may be asked for, keeps for backward."""
+    """Rows whose logits the forward operator saves, if a gradient may be requested."""
     input, linear_weight, _, linear_bias, _ = call.operands
     facts = loss_facts(input, linear_weight, linear_bias)._replace(
         one_class=linear_weight.shape[0] == 1,
@@ -27,7 +25,7 @@ def saved_rows(call: Forward) -> int:
 
 
 def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
-    """For last_path(): how many rows, and what of the call alone rules it out."""
+    """For last_path(): how many rows are saved, and which condition of the call rules it out."""
     if isinstance(call, Forward) and call.retain:
         rows = call.retain
     elif isinstance(call, Backward):
@@ -42,7 +40,7 @@ def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
 
 
 def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
-    """An expression of N and of a constant, the bytes in force now, where N is a symbol."""
+    """The number of rows. If N is symbolic, this is an expression of N, with the bytes set now as a constant."""
     (paths,) = SAVE_LOGITS.values()
     if choose(paths, facts).name == "recompute":
         return 0

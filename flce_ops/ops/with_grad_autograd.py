@@ -1,12 +1,12 @@
-"""The derivatives of the scalar losses of a head, and their gradients made a second time.
+"""The derivatives of the scalar losses of a head, and how their gradients are made under create_graph.
 
-linear_cross_entropy, a policy's     gradients made again: from the operators that have derivatives
-a frozen head with a low-rank pair   linear_weight is a constant
-    an output_mask          its gradients exist after forward
-    a mask of nothing       the operator runs again in backward, row_scale the slopes of the tokens' losses; so
-                            losses may have a gradient too
-    create_graph            as linear_cross_entropy's, on input beside low_rank_input and linear_weight beside
-                            low_rank_weight, for which linear_weight is copied
+linear_cross_entropy, policy losses   under create_graph, from the operators that have derivatives
+a frozen head with a low-rank pair    linear_weight is a constant
+    with an output_mask     forward makes the gradients
+    with an empty mask      backward runs the operator again, with row_scale as the slopes of the tokens' losses. So the
+                            losses may get a gradient, too.
+    under create_graph      as for linear_cross_entropy, with the pair as more features of input and of a copy of
+                            linear_weight
 """
 
 from collections.abc import Callable, Sequence
@@ -84,34 +84,34 @@ class LowRankWithGradFunction(MadeInForward):
         call.reduction, call.output_mask = Reduction(slope), needs
         if torch.is_grad_enabled():
             return cls.made_again(call)
-        # the losses that forward gave a compiled checkpoint would make once more for who reads them
+        # a compiled checkpoint replaces forward's losses by recomputed ones, which would have another reader
         _, losses, *gradients = call.dispatched()
         return gradients, losses
 
 
-# An objective, the surprisals that it reads, (N,) or (N, K), and what else an operator gives of tokens.
+# An objective; the surprisals that it reads, (N,) or (N, K); the other per-token results of the operator.
 Rows = tuple[RowObjective, Tensor, Sequence[Tensor | None]]
 
 
 def differentiable_gradients(
     call: WithGrad | RowLossWithGrad, grad_loss: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The gradients, times grad_loss, and the losses of tokens, as functions of the operands.
+    """The gradients, multiplied by grad_loss, and the losses of tokens, as functions of the operands.
 
-    They are built from the operators that have derivatives, not by asking autograd for the gradient by the operands:
-    these carry the graph that made them, and a path from one to another would be taken here and again by the caller.
+    Computed by the operators that have derivatives, not by torch.autograd.grad on the operands: the operands carry the
+    graph that made them, and a path from one operand to another would be counted here and again by the caller.
     """
     forward, backward = ops.linear_cross_entropy_forward, ops.linear_cross_entropy_backward
     if isinstance(call, WithGrad):
-        call.statistics = Statistics()  # they are known
+        call.statistics = Statistics()  # the statistics are known already
     return recomputed_step(call, forward, backward, grad_loss)[:2]
 
 
 def recomputed_step(
     call: WithGrad | RowLossWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Sequence[Tensor | None]]:
-    """From the forward and backward operators: the gradients, times grad_loss, the losses, and what else the operator
-    gives of tokens.
+    """Runs the forward and backward operators. Returns the gradients, multiplied by grad_loss, the losses, and the
+    other per-token results.
     """
     operands, asked = Operands(*call.operands), {}
     if isinstance(call, WithGrad):
@@ -147,14 +147,14 @@ def rows_of_policy(call: RowLossWithGrad, operands: Operands, valid: Tensor, fou
 
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:
-    """The same loss by the ordinary operator."""
+    """The same loss as a call of the ordinary operator."""
     want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
     output_mask = [want_input or want_pair_input, want_pair_weight or want_scale, want_bias]
     return WithGrad.like(call, operands=call.operands.concatenated, output_mask=output_mask)
 
 
 def of_pair(call: LowRankWithGrad, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The five gradients, from the three of `concatenated`."""
+    """The pair's five gradients, from the three of `concatenated`."""
     (of_input, of_weight, of_bias), hidden = gradients, call.operands.input.shape[1]
     want_input, want_pair_input, want_pair_weight, _, want_scale = call.output_mask
     nothing = of_bias.new_empty(0)

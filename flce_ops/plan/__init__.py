@@ -1,9 +1,10 @@
-"""Memory and time of one training step of the head, for each way to run it, before anything is run.
+"""Predicts memory and time of one training step of the head, for each way to run it, without running it.
 
     python -m flce_ops.plan --tokens 16384 --hidden 4096 --vocab 128256 --dtype bfloat16 --gpus 4
 
-Memory follows from the chunk sizes of the kernels (step_cost.py, chunk_sizes.py), time from a cost model with measured
-rates (seconds.py, devices.py). A step makes the loss and the gradients of the hidden states and of the weight.
+Memory follows from the kernels' own chunk sizes (step_cost.py, chunk_sizes.py). Time follows from a cost model with
+measured rates (seconds.py, devices.py). A step computes the loss, and the gradients of the hidden states and of the
+weight.
 """
 
 from dataclasses import dataclass, replace
@@ -31,15 +32,15 @@ SMALL_WORKSPACE = 64 << 20
 
 @dataclass(frozen=True)
 class Option:
-    """One line of the plan; bytes and seconds are of one GPU."""
+    """One line of the plan. Bytes and seconds are those of one GPU."""
 
     name: str
     path: str
     tokens: int  # of all GPUs together
-    temporaries: int  # bytes beyond weight, hidden states and their gradients
-    peak: int  # bytes with them
+    temporaries: int  # bytes beyond the weight, the hidden states and their gradients
+    peak: int  # bytes including those
     seconds: float
-    behind_blocks: float = 0.0  # seconds of communication that can run beside the model's blocks, not in `seconds`
+    behind_blocks: float = 0.0  # seconds of communication that can overlap with the model's blocks, not in `seconds`
 
 
 @chunk_sizes_of_kernels()
@@ -65,7 +66,7 @@ def on_one_gpu(name: str, head: Head, cost: StepCost, device: Device) -> Option:
 
 
 def over_the_vocabulary(head: Head, ranks: int, device: Device) -> Option:
-    """A shard of the weight and all tokens on each rank; the gradient of the hidden states is summed over ranks."""
+    """Each rank has a shard of the weight and all tokens. The gradient of the hidden states is summed over ranks."""
     shard = head.shard(ranks)
     local = on_one_gpu(f"flce_ops, vocabulary over {ranks} GPUs", shard, vocabulary_parallel(shard), device)
     communication = all_reduce_seconds(head.input_bytes, ranks, device) + exchange_seconds(head.tokens, ranks, device)
@@ -73,7 +74,9 @@ def over_the_vocabulary(head: Head, ranks: int, device: Device) -> Option:
 
 
 def fully_sharded(head: Head, ranks: int, device: Device) -> Option:
-    """Tokens of its own on each rank; the weight is gathered, its gradient scattered, beside the shards at rest."""
+    """Each rank has its own tokens. The weight is gathered and its gradient scattered; the shards stay in memory beside
+    them.
+    """
     local = on_one_gpu(f"flce_ops, FSDP over {ranks} GPUs", head, one_pass(head), device)
     shards = 2 * -(-head.weight_bytes // ranks)
     gather_and_scatter = all_reduce_seconds(head.weight_bytes, ranks, device)

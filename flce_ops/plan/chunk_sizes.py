@@ -1,8 +1,8 @@
-"""The chunk sizes of the Triton kernels where Triton is not installed, as on macOS and Windows.
+"""The chunk sizes of the Triton kernels, on systems without Triton, such as macOS and Windows.
 
-They are plain Python in the files of the kernels (flce_ops/triton). While the planner asks for them, a module stands in
-for Triton that can define a kernel and cannot launch one. It and those files are forgotten afterwards, so that
-a step on CUDA still fails with the name of what is missing.
+Chunk sizes are plain Python in the kernels' files (flce_ops/triton). While the planner needs them, a module stands in
+for Triton that can define kernels, but not launch them. Afterwards that module and the kernels' modules are removed, so
+that a step on CUDA still fails with the name of what is missing.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Constexpr:
 
 def stand_ins() -> dict[str, ModuleType]:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
-    vars(language).update(constexpr=Constexpr, __getattr__=lambda name: object)  # other types annotate arguments
+    vars(language).update(constexpr=Constexpr, __getattr__=lambda name: object)  # other types only annotate arguments
     vars(triton).update(
         language=language,
         jit=lambda kernel, **options: kernel,
@@ -34,7 +34,7 @@ def stand_ins() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def chunk_sizes_of_kernels() -> Iterator[None]:
-    """flce_ops.triton can be imported inside, to ask and not to run."""
+    """Inside this context, flce_ops.triton can be imported for its chunk sizes, but cannot run."""
     if has_triton():
         yield
         return

@@ -1,4 +1,4 @@
-"""Rates of a GPU, measured where a CSV is named; there are no guesses for GPUs nobody measured."""
+"""Measured rates of GPUs, with the CSV files they come from. There are no guesses for other GPUs."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ import torch
 @dataclass(frozen=True)
 class Device:
     name: str
-    flops: float  # per second, of the GEMMs of this operator in the dtype planned for
+    flops: float  # per second, for the operator's GEMMs in the dtype planned for
     bandwidth: float  # bytes per second, of the device's memory
-    bus_bandwidth: float | None  # bytes per second of an all_reduce within one host, as NCCL's tests count it
+    bus_bandwidth: float | None  # bytes per second of an all_reduce within one host, as NCCL's tests count them
 
 
 # benchmarks/results/nvidia-h200, torch 2.11.0+cu130:
-#   flops          bare GEMMs of fwd_bwd.csv and other_modes.csv: 618e12 to 698e12, the middle 665e12; 680e12 fits the
-#                  rows of flce_ops, since the model adds the rest (seconds.py)
+#   flops          bare GEMMs of fwd_bwd.csv and other_modes.csv: 618e12 to 698e12, the median 665e12; 680e12 fits the
+#                  rows of flce_ops, because the model adds the other costs (seconds.py)
 #   bandwidth      a copy, docs/kernels.md
 #   bus_bandwidth  all_reduce of 256 MiB, distributed_vocabulary.csv: 300e9 on two GPUs, 341e9 on four
 _H200 = Device("h200", flops=680e12, bandwidth=4.3e12, bus_bandwidth=340e9)
 MEASURED = {("h200", torch.bfloat16): _H200}
-LARGEST_HOST = 8  # GPUs that share the bus bandwidth above
+LARGEST_HOST = 8  # GPUs for which the bus bandwidth above holds
 
 
 def device_of(
@@ -32,7 +32,7 @@ def device_of(
     bandwidth: float | None = None,
     bus_bandwidth: float | None = None,
 ) -> Device:
-    """The measured rates of `gpu`, replaced by those given: TFLOP/s, TB/s and GB/s.
+    """The measured rates of `gpu`, or those that are given: TFLOP/s, TB/s and GB/s.
 
     Raises:
         ValueError: a rate that is needed is neither measured nor given.

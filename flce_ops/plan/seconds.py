@@ -1,12 +1,12 @@
 """The cost model of docs/kernels.md and docs/distributed.md: seconds of one training step of the head.
 
     passes * 2NDV / F                      the GEMMs
-    bytes of elementwise passes / B        dense torch and the ATen path; for the Triton path what its epilogue shows
-    additions to grad_linear_weight / B    hidden by the GEMM in proportion to the rows of a chunk
+    bytes of elementwise passes / B        dense torch and the ATen path; for the Triton path what its epilogue adds
+    additions to grad_linear_weight / B    the GEMM hides them in proportion to the rows of a chunk
     float32 sums of grad_input / B
 
 Two numbers are fitted, to the rows of flce_ops in fwd_bwd.csv and other_modes.csv (benchmarks/results/nvidia-h200) that
-make both gradients: the model is within 8 % of each. Rounds of one row differ by up to 8 %.
+make both gradients. The model is within 8 % of each row. Repeated measurements of one row differ by up to 8 %.
 """
 
 from .devices import Device
@@ -14,9 +14,10 @@ from .step_cost import Head, StepCost
 
 # N tokens, D hidden, V vocabulary, R ranks
 
-# What the GEMMs do not hide of the epilogue and of the exponentials' 6 bytes (written once, read twice).
-EPILOGUE_BYTES = 4.2  # per logit, 1.0 ps on an H200
-# Rows at which an addition to grad_linear_weight takes its full time; of more rows the GEMM hides the rest.
+# The part that the GEMMs do not hide of the epilogue and of the exponentials' 6 bytes (written once, read twice).
+EPILOGUE_BYTES = 4.2  # per logit, which is 1.0 ps on an H200
+# Up to this many rows, an addition to grad_linear_weight takes its full time. With more rows the GEMM hides a part of
+# it.
 FULLY_VISIBLE_ROWS = 350
 
 
@@ -29,10 +30,10 @@ def seconds(head: Head, cost: StepCost, device: Device) -> float:
 
 
 def all_reduce_seconds(nbytes: int, ranks: int, device: Device) -> float:
-    """Or a reduce_scatter and an all_gather of the same bytes."""
+    """Seconds of an all_reduce, or of a reduce_scatter and an all_gather of the same bytes."""
     return 2 * nbytes * (ranks - 1) / (ranks * device.bus_bandwidth)
 
 
 def exchange_seconds(tokens: int, ranks: int, device: Device) -> float:
-    """Two float32 a token from every other rank."""
+    """Each rank receives two float32 a token from every other rank."""
     return 8 * tokens * (ranks - 1) / device.bus_bandwidth

@@ -1,7 +1,7 @@
-"""How each implementation chunks a training step, and the temporary memory this takes.
+"""How each implementation chunks a training step, and the temporary memory that this takes.
 
-The chunk sizes come from the functions that the kernels themselves call, so a plan cannot drift from what runs. Not in
-the figures: the workspace that cuBLAS keeps for the life of a process (32 MiB on Hopper), and bias or class weights.
+The chunk sizes come from the functions that the kernels call, so the plan always matches what runs. The figures exclude
+the workspace that cuBLAS keeps for the life of a process (32 MiB on Hopper), and bias or class weights.
 """
 
 from dataclasses import dataclass, replace
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 VECTOR_BYTES = 24  # per token: losses, factors, the target's logit, lse
-BOTH = [True, True, False]  # gradients: of input, of linear_weight, of no bias
+BOTH = [True, True, False]  # gradients of input and linear_weight, none of a bias
 PARTIAL_BYTES = 8  # per row and tile of the vocabulary: a float32 sum and a float32 maximum
 
 
 @dataclass(frozen=True)
 class Head:
-    """Of a step: N, D, V, and the dtype of its operands."""
+    """The sizes of a step, N, D, V, and the dtype of its operands."""
 
     tokens: int
     hidden: int
@@ -60,20 +60,20 @@ class Head:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step of a head takes."""
+    """The cost of one training step of a head."""
 
     path: str
     temporaries: int  # bytes beyond operands and gradients
-    passes: float  # over the logits, GEMMs of 2NDV; a mean over the tokens
-    rows: int  # of the largest chunk
-    addition_bytes: int = 0  # read and written to add chunks to grad_linear_weight
-    added_rows: int = 0  # of a chunk that is added there; 0: as `rows`
-    sum_bytes: int = 0  # read and written to add slices of the vocabulary to grad_input
-    bytes_per_logit: float = 0.0  # read and written by elementwise passes over the logits
+    passes: float  # GEMM passes of 2NDV over the logits, averaged over the tokens
+    rows: int  # rows of the largest chunk
+    addition_bytes: int = 0  # bytes read and written to add chunks to grad_linear_weight
+    added_rows: int = 0  # rows of such a chunk; 0: as `rows`
+    sum_bytes: int = 0  # bytes read and written to add slices of the vocabulary to grad_input
+    bytes_per_logit: float = 0.0  # bytes read and written by elementwise passes over the logits
 
 
 def one_pass(head: Head) -> StepCost:
-    """A scalar loss."""
+    """The cost of a scalar loss."""
     if not gradients_in_forward(head):
         return two_passes(head)
     return one_pass_triton(head) if runs_on_triton("with_grad", head) else one_pass_aten(head)
@@ -88,12 +88,14 @@ def runs_on_triton(op: str, head: Head) -> bool:
 
 
 def two_passes(head: Head) -> StepCost:
-    """A checkpointed region, or no bytes for logits: forward, then a backward that makes the logits again."""
+    """The cost of a checkpointed region, or without memory for saved logits: forward, then a backward that recomputes
+    the logits.
+    """
     return two_passes_triton(head) if runs_on_triton("backward", head) else two_passes_aten(head)
 
 
 def per_token(head: Head) -> StepCost:
-    """reduction="none": as above, but for the tokens whose logits wait for backward."""
+    """The cost of reduction="none": as two_passes, except for tokens whose logits are saved."""
     rows = rows_to_save(CallFacts("cuda", head.dtype, wants_gradient=True), head.tokens, head.vocab)
     cost, share = two_passes(head), rows / head.tokens
     kernels = "triton" if runs_on_triton("backward", head) else "aten"
@@ -102,12 +104,13 @@ def per_token(head: Head) -> StepCost:
         path=f"{kernels}, {share:.0%} saved" if rows else cost.path,
         temporaries=cost.temporaries + 2 * rows * saved_columns(head.vocab, head.dtype),
         passes=cost.passes - share,
-        bytes_per_logit=cost.bytes_per_logit + 2 * head.dtype.itemsize * share,  # read, and written as G
+        # saved logits are read, and written as G
+        bytes_per_logit=cost.bytes_per_logit + 2 * head.dtype.itemsize * share,
     )
 
 
 def vocabulary_parallel(shard: Head) -> StepCost:
-    """One rank's step over its shard of the vocabulary."""
+    """The cost of one rank's step over its shard of the vocabulary."""
     if not gradients_in_forward(shard):
         return two_passes(shard)
     if not runs_on_triton("vocab_parallel_with_grad", shard):
@@ -139,7 +142,7 @@ def one_pass_triton(head: Head) -> StepCost:
         temporaries=max(first.temporaries + scales_bytes(head), after.temporaries + VECTOR_BYTES * first.rows),
         passes=(first.passes * first.rows + after.passes * rest.tokens) / head.tokens,
         rows=max(first.rows, after.rows),
-        # the first of the others is added, too
+        # the first of the other chunks is added, too
         addition_bytes=after.addition_bytes + 2 * head.weight_bytes,
         added_rows=after.rows,
         sum_bytes=first.sum_bytes + after.sum_bytes,
@@ -147,9 +150,9 @@ def one_pass_triton(head: Head) -> StepCost:
 
 
 def overlay_of(head: Head, overlay: "Overlay") -> StepCost:
-    """The chunk whose exponentials wait in grad_linear_weight."""
+    """The cost of the overlay chunk, whose exponentials wait in grad_linear_weight."""
     size = head.dtype.itemsize
-    # the valid tokens, where grad_input has no rows for them
+    # a buffer for the valid tokens, if grad_input has no rows for them
     apart = overlay.rows * head.hidden * size * overlay.rows_apart
     return StepCost(
         "triton",
@@ -163,7 +166,9 @@ def overlay_of(head: Head, overlay: "Overlay") -> StepCost:
 def chunks_of(
     head: Head, chunks: list[slice], product_bytes: int, vector_bytes: int, *, summed: bool = False
 ) -> StepCost:
-    """Beside the exponentials first what they sum to, then what the gradient GEMMs take."""
+    """The cost of chunks. Beside the exponentials there are first their partial sums, then the memory of the gradient
+    GEMMs.
+    """
     from ..triton.rows.target_rows import TOKENS_AT_MOST
     from ..triton.steps.chunks import padded
 
@@ -171,7 +176,7 @@ def chunks_of(
     rows = chunks[0].stop - chunks[0].start
     rest = rows * head.hidden * size * (head.tokens <= TOKENS_AT_MOST and len(chunks) == 1)
     partial = PARTIAL_BYTES * vocabulary_tiles(head) * rows
-    # the last chunk's products have no later rows of grad_input to wait in
+    # the last chunk's products cannot use later rows of grad_input
     small = max(partial, rest, product_bytes)
     return StepCost(
         "triton",
@@ -186,12 +191,12 @@ def chunks_of(
 
 
 def added_bytes(head: Head, chunks: int) -> int:
-    """The first chunk writes grad_linear_weight."""
+    """Bytes added to grad_linear_weight: the first chunk writes instead."""
     return 2 * head.weight_bytes * (chunks - 1)
 
 
 def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
-    """`summed` where grad_linear_weight holds earlier tokens' part."""
+    """`summed`: grad_linear_weight holds the sum over earlier tokens."""
     from ..triton.steps.backward import gradient_slices, product_splits
     from ..triton.steps.chunks import padded
     from ..triton.steps.forward import forward_chunks
@@ -206,7 +211,7 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
     left = matrix_bytes(head.tokens) - gradient - scales_bytes(head) * several
     splits = product_splits(rows * hidden, len(column_slices), left)
     backward = 4 * splits * rows * hidden + gradient + scales_bytes(head) * (summed or several)
-    row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums and the valid token
+    row_bytes = PARTIAL_BYTES * vocabulary_tiles(head) + hidden * size  # partial sums, and the gathered token
     forward = forward_chunks(head.tokens, row_bytes)[0].stop * row_bytes
     return StepCost(
         "triton, logits twice",
@@ -219,12 +224,12 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
 
 
 def one_pass_aten(head: Head) -> StepCost:
-    # 4 bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding half: 4 + 2
+    # bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding half: 4 + 2
     return aten(head, passes=3, bytes_per_logit=36)
 
 
 def two_passes_aten(head: Head) -> StepCost:
-    # forward: all of the above but mul_, 28; backward: written, sub_, exp_, mul_, 4 + 8 + 8 + 8
+    # forward: all of the above except mul_, 28; backward: written, sub_, exp_, mul_, 4 + 8 + 8 + 8
     return aten(head, passes=4, bytes_per_logit=56)
 
 
@@ -247,7 +252,7 @@ def aten(head: Head, passes: int, bytes_per_logit: int) -> StepCost:
 
 
 def dense_eager(head: Head) -> StepCost:
-    """F.cross_entropy(F.linear(x, w).float(), target): the backward of log_softmax holds three float32 matrices."""
+    """F.cross_entropy(F.linear(x, w).float(), target). The backward of log_softmax holds three float32 matrices."""
     size = head.dtype.itemsize
     gradients = head.weight_bytes + head.input_bytes
     upcast = 6 if size < 4 else 0
@@ -256,13 +261,15 @@ def dense_eager(head: Head) -> StepCost:
         temporaries=max(12 * head.logits - gradients, size * head.logits),
         passes=3,
         rows=head.tokens,
-        # upcast; log_softmax reads and writes; nll_loss's gradient is written; log_softmax's backward; back to half
+        # upcast; log_softmax reads and writes; nll_loss writes its gradient; log_softmax's backward; rounding to half
         bytes_per_logit=upcast + 8 + 4 + 12 + upcast,
     )
 
 
 def dense_compiled(head: Head) -> StepCost:
-    """The same under torch.compile: the logits once, in input's dtype, overwritten by their gradient."""
+    """The same under torch.compile, which holds the logits once, in input's dtype, and overwrites them with their
+    gradient.
+    """
     size = head.dtype.itemsize
     return StepCost("inductor", temporaries=size * head.logits, passes=3, rows=head.tokens, bytes_per_logit=6 * size)
 
@@ -274,7 +281,7 @@ def vocabulary_tiles(head: Head) -> int:
 
 
 def scales_bytes(head: Head) -> int:
-    """Beside grad_linear_weight, where it is a sum over chunks."""
+    """Bytes beside grad_linear_weight if it is a sum over chunks."""
     from ..triton.gemm.tiles import WEIGHT_TILES
     from ..triton.gemm.weight_gradient import sum_bytes
 

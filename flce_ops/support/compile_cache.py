@@ -1,14 +1,14 @@
-"""Keys torch.compile's on-disk caches by this package's code, so that an upgrade never runs a graph of the old one.
+"""Adds this package's code to the key of torch.compile's on-disk caches, so that an upgrade never runs an older graph.
 
     Dynamo captures a graph       it holds flce.linear_cross_entropy and its arguments; fake kernels run
     key of the caches             that graph, torch's version, the compiler's configuration
-    AOTAutograd traces            what the operator's body and its autograd Functions do
+    AOTAutograd traces            the operator's body and its autograd Functions
     inductor compiles             stored under the key
 
-The third step runs Python of this package, and nothing of it is in the key: with a warm cache an upgraded package
-would run what the former one traced. torch has a table for this case, of functions that may be cached, each with a
-string that stands for its code. The fake kernels enter this package there, in time for the key; graphs of processes
-that never trace one of these operators keep theirs.
+The third step runs Python of this package, but the key contains nothing of it: with a warm cache, an upgraded package
+would run what the former one traced. torch has a table for this case: functions that may be cached, each with a string
+that stands for its code. The fake kernels add this package to that table, in time for the key. Graphs that contain none
+of these operators keep their keys.
 """
 
 import functools
@@ -24,7 +24,7 @@ from .workspace import get_retained
 
 @functools.cache
 def code_key() -> str:
-    """The version, and a digest of the sources for checkouts between two versions."""
+    """The version, and a digest of the sources, which distinguishes checkouts of one version."""
     package = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(package.rglob("*.py")):
@@ -33,9 +33,10 @@ def code_key() -> str:
 
 
 def keyed(fake: Callable) -> Callable:
-    """The fake kernel of an operator, which also puts this package into the key of what is being compiled.
+    """Wraps an operator's fake kernel: it also adds this package to the cache key of the graph that is being compiled.
 
-    And the bytes from which a graph has its number of saved rows (flce_ops/ops/saved_logits.py).
+    The key also has the bytes for saved logits, from which a graph has its number of saved rows
+    (flce_ops/ops/saved_logits.py).
     """
 
     @functools.wraps(fake)

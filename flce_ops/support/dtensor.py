@@ -1,4 +1,4 @@
-"""Whether DTensors are among the arguments, without importing torch.distributed.tensor for those who have none."""
+"""Whether DTensors are among the arguments. Does not import torch.distributed.tensor for users without DTensors."""
 
 import sys
 

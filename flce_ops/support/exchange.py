@@ -1,4 +1,4 @@
-"""Collectives inside an operator, among the ranks of a process group named by `group`; of one rank nothing is sent."""
+"""Collectives inside an operator, among the ranks of the process group named `group`. With one rank nothing is sent."""
 
 import torch
 from torch import Tensor

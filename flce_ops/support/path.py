@@ -1,7 +1,7 @@
-"""Which path ran: kept for `flce_ops.last_path()`, put into words when somebody asks.
+"""Which path ran: stored for `flce_ops.last_path()`, which makes a text of it when it is called.
 
-The table of paths (ops/paths.py) chose it and says why, the kernel says how it cut the rows and what else is worth a
-note. The logger "flce_ops" has each distinct answer once, at level INFO.
+The table of paths (ops/paths.py) gives the choice and the reason. The kernel adds how it chunked the rows, and notes.
+The logger "flce_ops" reports each distinct answer once, at level INFO.
 """
 
 import logging
@@ -34,19 +34,19 @@ class Path:
 
 
 class Choice(NamedTuple):
-    """What a table of paths says of a call; without a path, of a kernel that is called by itself, as tests do."""
+    """What a table of paths chose for a call. `path` is None for a kernel that is called directly, as tests do."""
 
     op: str = ""
     paths: tuple[table.Path, ...] = ()
     path: table.Path | None = None  # one of them
-    facts: Any = None  # its device and dtype, and what conditions look at
+    facts: Any = None  # device, dtype and the other facts that conditions read
 
     @property
     def implementation(self) -> str:
         return "" if self.path is None else self.path.name
 
     def reason(self) -> str:
-        """The tensors, and what rules out the paths that come before."""
+        """The tensors, and what rules out the earlier paths of the table."""
         if self.path is None:
             return "called by itself"
         before = self.paths[: self.paths.index(self.path)]
@@ -55,15 +55,16 @@ class Choice(NamedTuple):
         return f"{tensors} ({ruled_out})" if ruled_out else tensors
 
 
-# Of the last call of a kernel: its choice, rows of a chunk, how many chunks, notes; put into words, a Path.
+# Describes the last call of a kernel: its choice, rows of a chunk, number of chunks, notes. last_path() replaces it by
+# a Path.
 _last: tuple[Choice, int, int, tuple[str, ...]] | Path | None = None
 _logged: set[tuple[str, str, str]] = set()
 
 
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
-    """Of `call`, Arguments of flce_ops/meta, which know the choice."""
+    """Records a run of `call`, an Arguments of flce_ops/meta that knows its choice."""
     global _last
-    if compiling.get() is not None:  # nothing has run
+    if compiling.get() is not None:  # kernels are compiled ahead, and nothing has run
         return
     _last = (call.choice, rows_per_chunk, chunks, call.notes + notes)
     path = last_path() if logger.isEnabledFor(logging.INFO) else None

@@ -1,8 +1,9 @@
 """FLCE_CHECK_RANKS=1: a call on DTensors first compares its arguments between the ranks of their mesh.
 
-Ranks whose reduction or softcap differ would combine numbers of different losses, without an error; those that differ
-in what sends something (requires_grad, the workspace) would wait for each other. One gather of short texts a mesh
-dimension, which waits for the device. Read once, at import; without it nothing is sent.
+If a reduction or softcap differs between ranks, they would combine numbers of different losses without an error. If
+something differs that decides what is sent (requires_grad, the workspace), the ranks would wait for each other. The
+check is one gather of short texts for each mesh dimension, and waits for the device. The variable is read once, at
+import. Without it nothing is sent.
 """
 
 import ctypes
@@ -18,11 +19,11 @@ from .dtensor import any_dtensor
 from .workspace import get_retained, get_workspace
 
 ENABLED = os.environ.get("FLCE_CHECK_RANKS", "0") not in ("", "0")
-COMPARED_BYTES = 16 << 20  # of a tensor that every rank holds: its values are compared up to this size
+COMPARED_BYTES = 16 << 20  # values of a tensor that every rank holds are compared up to this size
 
 
 def check_ranks(op: str, arguments: dict[str, Any]) -> None:
-    """ValueError on every rank that names what differs."""
+    """Raises ValueError on every rank, with the names of arguments that differ."""
     if not any_dtensor(*arguments.values()):
         return
     import torch.distributed as dist
@@ -30,7 +31,7 @@ def check_ranks(op: str, arguments: dict[str, Any]) -> None:
     meshes: Iterator[Any] = (value.device_mesh for value in arguments.values() if any_dtensor(value))
     mesh = next((mesh for mesh in meshes if mesh.get_coordinate() is not None), None)
     if mesh is None:
-        return  # refused by name later
+        return  # refused later, by name
     modes: dict[str, Any] = {
         "the function": op,
         "grad mode": torch.is_grad_enabled(),
@@ -58,7 +59,9 @@ def check_ranks(op: str, arguments: dict[str, Any]) -> None:
 
 
 def described(value: Any) -> str:
-    """What must be the same on every rank: of a tensor that a rank holds only a part of, all but its values."""
+    """A text of what must be the same on every rank. For a tensor of which a rank holds only a part, that excludes the
+    values.
+    """
     if not isinstance(value, Tensor):
         return repr(value)
     local: Any = value.detach()

@@ -1,7 +1,7 @@
-"""Matrices that BLAS reads where they lie: one stride is 1, and the rows (or columns) along it do not overlap.
+"""Matrices that BLAS reads without a copy: one stride is 1, and the rows (or columns) along it do not overlap.
 
-ATen copies any other whole before a product, weight[:, ::2] for one. Here such a linear_weight is copied a slice at a
-time, in a part of the workspace that the chunks leave free for it.
+ATen copies every other matrix, such as weight[:, ::2], as a whole before a product. Here such a linear_weight is copied
+one slice at a time, into a part of the workspace that chunks leave free for it.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .workspace import get_workspace
 
-COPY_SHARE = 4  # of the workspace, for the copy
-VECTORS_AT_LEAST = 16  # rows or columns of a slice, however small the workspace is
+COPY_SHARE = 4  # a fourth of the workspace holds the copy
+VECTORS_AT_LEAST = 16  # the fewest rows or columns of a slice, however small the workspace is
 
 
 def readable(matrix: Tensor) -> bool:
@@ -22,7 +22,7 @@ def readable(matrix: Tensor) -> bool:
 
 
 def copy_bytes(*matrices: Tensor | None) -> int:
-    """What the slices of those matrices that are not readable take at a time."""
+    """Bytes that a slice takes of those matrices that BLAS cannot read."""
     largest = 0
     for matrix in matrices:
         if matrix is not None and not readable(matrix):
@@ -31,7 +31,7 @@ def copy_bytes(*matrices: Tensor | None) -> int:
 
 
 def readable_rows(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the rows that BLAS can read: all at once, or copies that share one memory."""
+    """Slices of the rows that BLAS can read: the whole matrix, or copies that share memory."""
     rows, columns = matrix.shape
     if readable(matrix):
         yield slice(0, rows), matrix

@@ -1,4 +1,4 @@
-"""The call of an operator that this thread runs, for what is done once a kind of call from deep inside of it."""
+"""The operator call that this thread runs. Nested code uses it for work done once for a kind of call."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Running(threading.local):
-    launch: Callable | None = None  # what is launched for it, in backward too
+    launch: Callable | None = None  # everything that is launched for the call, in backward, too
     call: Any = None  # its Arguments
 
 

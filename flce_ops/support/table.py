@@ -1,6 +1,7 @@
-"""A table of paths: of its rows the first one whose conditions all hold is taken.
+"""A table of paths: the first row whose conditions all hold is chosen.
 
-What a condition looks at is the table's own: a call (ops/paths.py), the sizes of a problem (triton/steps/chunking.py).
+Conditions read whatever the table is about: a call (ops/paths.py), or the sizes of a problem
+(triton/steps/chunking.py).
 """
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Condition(NamedTuple):
-    name: str  # as "expects ..."
+    name: str  # completes "expects ..."
     holds: Callable[[Any], bool]
 
 

@@ -1,7 +1,7 @@
 """A class index outside the vocabulary is an error, never a silent number.
 
-On CUDA, and in an exported program, the check is an assert on the device, without a host sync; elsewhere the host looks
-and raises IndexError.
+On CUDA, and in an exported program, the check is an assert on the device, without a host synchronisation. Elsewhere the
+host checks and raises IndexError.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from .torch_private import assert_on_device
 
 
-def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the result
+def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # (N,) or (N, K), as the target
     return (target == ignore_index) | ((target >= 0) & (target < num_classes))
 
 

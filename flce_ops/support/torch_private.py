@@ -1,7 +1,7 @@
 """Every private torch name this package relies on, and nothing else.
 
-PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py` holds one test per function here, so
-that a torch release which drops a name fails there first, with the name in the message.
+PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py` has one test for each function here. If
+a torch release drops a name, that test fails first, with the name in the message.
 """
 
 import functools
@@ -16,16 +16,16 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Context in which a call skips the autograd keys: how an Autograd kernel reaches the kernel beneath itself.
+# A context in which a call skips the autograd keys. An Autograd kernel uses it to call the kernel below.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 # True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
-# True where autocast is on for some device.
+# True if autocast is on for some device.
 autocast_is_active = torch._C._is_any_autocast_enabled
 
-# True for the batches of torch.autograd.grad(is_grads_batched=True), which run on a vmap of their own.
+# True for the batches of torch.autograd.grad(is_grads_batched=True), which runs a vmap of its own.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # True when the running backward was asked to retain its graph, so that saved tensors may be read again.
@@ -33,27 +33,28 @@ graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_k
 
 
 def without_autocast(device_type: str):
-    """Context in which a call skips the autocast key: how an autocast kernel reaches the kernel beneath itself."""
+    """A context in which a call skips the autocast key. An autocast kernel uses it to call the kernel below."""
     key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 def forward_mode_is_active() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level, torch.func.jvp's too: elsewhere no tensor has a tangent."""
+    """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Whether forward mode goes through one of them."""
+    """Whether one of the tensors has a forward-mode tangent."""
     if forward_ad._current_level < 0:
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def differentiated(*tensors: torch.Tensor | None) -> bool:
-    """Whether a derivative by one of them may be asked for: else nothing needs the graph of what is computed from it.
+    """Whether a derivative by one of the tensors may be requested. If not, nothing computed from them needs a graph.
 
-    By reverse mode, forward mode, or a transform of torch.func, which hides what it wants.
+    The request may come by reverse mode, by forward mode, or by a torch.func transform, which does not say what it
+    wants.
     """
     if functorch_is_active() or has_tangent(*tensors):
         return True
@@ -65,9 +66,9 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
 
 
 def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
-    """`function.apply(*values)` outside of torch.func, whose values are all that `forward` takes.
+    """`function.apply(*values)` outside of torch.func, for values that are all parameters of `forward`.
 
-    Function.apply binds them to forward's signature by `inspect`, in Python: 80 calls for 14 values.
+    Function.apply binds the values to forward's signature with `inspect`, in Python: 80 calls for 14 values.
     """
     return super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
 
@@ -83,28 +84,30 @@ def tracing_a_checkpointed_region() -> bool:
 
 
 def runs_in_this_backward(node) -> bool:
-    """Whether the running backward goes on to `node`, an entry of next_functions: whether its gradient is wanted."""
+    """Whether the running backward continues to `node`, an entry of next_functions, which means that its gradient is
+    wanted.
+    """
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that autograd.grad was asked for
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
         return True
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose view it is, or itself."""
+    """The tensor that this one is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
-    """True for an input of the graph that AOTAutograd traces which an operation made before the graph.
+    """True for an input of the graph that AOTAutograd traces, if an operation before the graph made it.
 
-    It stands there with a grad_fn of no operation. Where it is written over, outputs lose their gradient to it.
+    Such an input has a grad_fn without an operation. If it is overwritten, outputs lose their gradient to it.
     """
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "torch::autograd::Error"
 
 
 def traced_input(tensor: torch.Tensor) -> Node | None:
-    """What AOTAutograd's graph calls the input that `tensor` is, or is a view of; None where it traces nothing."""
+    """The node of AOTAutograd's graph for the input that `tensor` is, or is a view of. None if nothing is traced."""
     mode = get_proxy_mode()
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return None
@@ -116,9 +119,9 @@ def traced_input(tensor: torch.Tensor) -> Node | None:
 
 
 def save_without_version_check(node: Node, op: torch._ops.OpOverload) -> None:
-    """Has the compiled graph hold an input for its backward as `ctx.tensor = tensor` does, if only `op` reads it.
+    """Makes a compiled graph keep an input for backward as `ctx.tensor = tensor` does, if only `op` reads it.
 
-    A tensor that a compiled graph saves is refused in backward if something has written to it since forward.
+    Otherwise backward refuses a tensor that the graph saved if something has written to it since forward.
     """
     aten = torch.ops.aten
     shape_reads = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
@@ -136,18 +139,23 @@ def is_view(node: Node) -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Fail with `message` when the 0-d bool tensor is False: on CUDA a device-side assert, without a host sync."""
+    """Fails with `message` if the 0-d bool tensor is False. On CUDA this is a device-side assert, without a host
+    synchronisation.
+    """
     torch._assert_async(condition, message)
 
 
 def check_value(holds: torch.Tensor, message: str) -> None:
-    """ValueError when the 0-d bool tensor is False. On CUDA, and wherever a tracer records operators, an assert."""
+    """Raises ValueError if the bool tensor is not all True. On CUDA, and wherever a tracer records operators, it is an
+    assert.
+    """
     compiling = torch.compiler.is_compiling()
-    if compiling and functorch_is_active():  # an assert has no batching rule, and Dynamo does not unwrap
+    if compiling and functorch_is_active():  # an assert has no batching rule, and Dynamo cannot unwrap
         return
-    if holds.is_meta:  # it has no value
+    if holds.is_meta:  # a meta tensor has no value
         return
-    while not compiling and torch._C._functorch.is_functorch_wrapped_tensor(holds):  # vmap neither reads nor asserts
+    # under vmap, a tensor can neither be read nor asserted
+    while not compiling and torch._C._functorch.is_functorch_wrapped_tensor(holds):
         holds = torch._C._functorch.get_unwrapped(holds)
     if compiling or holds.device.type == "cuda" or torch._C._len_torch_dispatch_stack():
         assert_on_device(holds.all(), message)
@@ -156,9 +164,9 @@ def check_value(holds: torch.Tensor, message: str) -> None:
 
 
 def functional(function: Callable) -> Callable:
-    """`function`, whose in-place operators a tracer records as others that return what they would have written.
+    """Wraps `function` so that a tracer records its in-place operators as operators that return their results.
 
-    torch.func.functionalize cannot run inside a decomposition: that is traced below torch.func's keys.
+    torch.func.functionalize cannot run inside a decomposition, which is traced below torch.func's keys.
     """
 
     @functools.wraps(function)
@@ -169,28 +177,28 @@ def functional(function: Callable) -> Callable:
 
 
 def key_compiled_graphs(function: str, key: str) -> None:
-    """Make `key` part of the cache keys of graphs that are compiled from now on, if a compiler is loaded at all.
+    """Makes `key` part of the cache keys of graphs compiled from now on, if a compiler is loaded at all.
 
-    Under a name of its own in a dictionary that is part of every key, so that other entries and the user's own
-    `torch.compiler.config.cache_key_tag` stay. Dynamo loads the module before it traces anything.
+    The key gets its own name in a dictionary that is part of every cache key. Other entries, and the user's
+    `torch.compiler.config.cache_key_tag`, stay. Dynamo loads that module before it traces anything.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and config.unsafe_marked_cacheable_functions.get(function) != key:
         config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}
 
 
-# Bytes of a tensor from which on it is written over. An operator in Python takes 100 to 200 us of the host, a step of
-# 2048x512x32000 that called one for 32 MiB 0.78 ms instead of 0.60; a kernel of Inductor's own reads and writes 128 MiB
-# in 60 us, and the 1 GiB of 256x4096x128256 in 500.
+# Tensors of at least this many bytes are overwritten. An operator in Python takes 100 to 200 us of host time: a step of
+# 2048x512x32000 that called one for 32 MiB took 0.78 ms instead of 0.60. Inductor's own kernel reads and writes 128 MiB
+# in 60 us, and the 1 GiB of 256x4096x128256 in 500 us.
 WRITTEN_OVER_FROM = 128 << 20
 
 
 def written_over_where_donated(op: torch._ops.OpOverload, in_place: torch._ops.OpOverload) -> None:
-    """Have Inductor, where it is loaded, run `in_place(tensors, factor)` for `op(tensors, factor, leaf) -> tensors`.
+    """Makes Inductor, if it is loaded, run `in_place(tensors, factor)` for `op(tensors, factor, leaf) -> tensors`.
 
-    For those of the tensors that are large and donated, saved by forward for this one backward, which has no other use
-    for them. AOTAutograd refuses retain_graph of a backward that has any. The others are multiplied into new memory.
-    Inductor's pass for operators that write over arguments copies every input of a graph first.
+    This applies to tensors that are large and donated: forward saved them for this one backward, and nothing else uses
+    them. AOTAutograd refuses retain_graph for a backward with donated tensors. Other tensors are multiplied into new
+    memory. Inductor's own pass for operators that overwrite arguments would first copy every input of a graph.
     """
     compiler: Any = sys.modules.get("torch._inductor.lowering")
     if compiler is None or op in compiler.lowerings:
@@ -215,12 +223,12 @@ def written_over_where_donated(op: torch._ops.OpOverload, in_place: torch._ops.O
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """Of what a graph was traced with; one of a symbolic size is not."""
+    """By the sizes a graph was traced with. A tensor of symbolic size does not count as large."""
     return isinstance(tensor.numel(), int) and tensor.nbytes >= WRITTEN_OVER_FROM
 
 
 def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
-    """Forward hooks and backward hooks that a call of `module` runs, those on all modules included."""
+    """The forward and backward hooks that a call of `module` runs, global ones included."""
     everywhere = torch.nn.modules.module
     groups = (
         everywhere._global_forward_hooks,
@@ -234,12 +242,14 @@ def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
 
 
 def hooks_on_the_input(module: torch.nn.Module) -> list[Callable]:
-    """Forward pre-hooks that a call of `module` runs, those on all modules included."""
+    """The forward pre-hooks that a call of `module` runs, global ones included."""
     return [*torch.nn.modules.module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def register_without_leaves(value: object) -> None:
-    """Let `value`, the only one of its class, be a part of outputs that holds no tensor, in maps over their tensors."""
+    """Registers `value`, the only one of its class, as a pytree without tensors, so that outputs which contain it can
+    be mapped.
+    """
     torch.utils._pytree.register_pytree_node(
         type(value),
         lambda found: ([], None),
@@ -249,10 +259,10 @@ def register_without_leaves(value: object) -> None:
 
 
 class UncompiledDispatchMode(TorchDispatchMode):
-    """A dispatch mode that only code below the operators enters, which Dynamo never traces.
+    """A dispatch mode that is entered only by code below the operators, which Dynamo never traces.
 
-    Torch would wrap its __torch_dispatch__ against Dynamo, and the first call of that wrapper imports torch._dynamo:
-    3.5 seconds.
+    Torch would wrap its __torch_dispatch__ to keep Dynamo out. The first call of that wrapper imports torch._dynamo,
+    which takes 3.5 seconds.
     """
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Whose GPU it is, and whether Triton is there; what tensors on "meta" stand for.
+"""The vendor of the GPU, whether Triton is installed, and what meta tensors stand for.
 
-torch calls AMD's "cuda" too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
+torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Chip(NamedTuple):
-    """What kernels depend on of a GPU."""
+    """The properties of a GPU that kernels depend on."""
 
     capability: int  # 90 for sm_90
     multiprocessors: int
@@ -25,23 +25,23 @@ H200 = Chip(90, 132)
 
 @dataclass
 class Compiling:
-    """In place of a launch a kernel is compiled (triton/launch/ahead.py)."""
+    """Set while kernels are compiled ahead: each launch only compiles its kernel (triton/launch/ahead.py)."""
 
-    chip: Chip  # that tensors on "meta" stand for
+    chip: Chip  # the GPU that meta tensors stand for
     launches: int = 0  # so far
-    kernels: dict[Any, str] = field(default_factory=dict)  # Triton's futures of them, and names
+    kernels: dict[Any, str] = field(default_factory=dict)  # Triton's futures of the kernels, and the kernels' names
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)
 
 
 def device_type(tensor: Tensor) -> str:
-    """What a path is chosen by."""
+    """The device type that paths are chosen by."""
     return "cuda" if tensor.is_meta and compiling.get() is not None else tensor.device.type
 
 
 def made_by_nvidia() -> bool:
-    """Whether the GPUs of this torch are those that the Triton kernels and their tiles were made for."""
+    """Whether this torch runs NVIDIA's GPUs, for which the Triton kernels and their tiles were made."""
     return torch.version.hip is None
 
 
@@ -51,5 +51,5 @@ def device_name(device_type: str) -> str:
 
 @functools.cache
 def has_triton() -> bool:
-    """Builds of torch with CUDA bring it on Linux, not on Windows. Asked only where ATen would do as well."""
+    """Builds of torch with CUDA include Triton on Linux, not on Windows. Used only where ATen can do the same."""
     return importlib.util.find_spec("triton") is not None

@@ -1,11 +1,11 @@
-"""How much memory one call may use beside its results: temporary, and for logits that wait from forward to backward.
+"""How much memory a call may use beside its results: temporary memory, and logits saved from forward to backward.
 
-The workspace bounds everything an operator allocates besides its results, whatever the number of tokens is. It changes
-speed and the number of chunks, not the meaning of the result. What saved logits may take comes on top, between a
-forward operator and its backward one.
+The workspace bounds everything that an operator allocates besides its results, for any number of tokens. It changes the
+speed and the number of chunks, not the meaning of the result. Saved logits come on top, between a forward operator and
+its backward operator.
 
-One value of each is in force in all threads, because on CUDA backward runs in autograd's threads, which inherit nothing
-from the one that entered a block:
+Each setting has one value for all threads. On CUDA, backward runs in autograd's threads, which inherit nothing from the
+thread that entered a block:
 
     set_workspace(a)                      a
         thread 1: with workspace(b)       b
@@ -13,7 +13,7 @@ from the one that entered a block:
         thread 1 leaves its block         c
             thread 2 leaves its block     a
 
-Of set_workspace and the blocks still open, what came last decides. A block takes back only itself when it is left.
+The latest of set_workspace and the open blocks decides. Leaving a block removes only that block.
 """
 
 import threading
@@ -26,41 +26,42 @@ import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
-# Of saved logits, in workspaces, where no number of bytes is set. The default is 1 GiB: 4096 tokens of 128256
-# classes, and no more than the gradients that a scalar loss holds at that time, D (N + V) half numbers at D = 4096.
+# The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 that is no
+# more than the gradients that a scalar loss holds at that time, D (N + V) half numbers.
 SAVED_WORKSPACES = 2
 
-# The ATen kernels sum gradients of half operands over chunks in float32 where that copy is small: at most half the
-# workspace, or this much. A larger one is summed in its own dtype, rounded once a chunk (flce_ops/aten/gradients.py).
+# The ATen kernels sum gradients of half operands over chunks in float32 if that sum is small: at most half the
+# workspace, or this many bytes. A larger sum keeps its own dtype and is rounded once a chunk
+# (flce_ops/aten/gradients.py).
 FLOAT32_SUM_BYTES = 32 << 20
 
-# Who sets fewer mostly means MiB.
+# A user who sets fewer bytes mostly means MiB.
 SUSPICIOUS_BYTES = 32 << 10
 
-# What the operators hold per token besides matrices: factors, losses, indices, about 30 vectors.
+# What operators hold for each token besides matrices: factors, losses, indices, about 30 vectors.
 VECTOR_BYTES_PER_TOKEN = 128
-ROW_MULTIPLE = 128  # rows of the largest tile of a kernel, which are saved together
+ROW_MULTIPLE = 128  # rows of the largest tile of a kernel; logits are saved in multiples of it
 
 
 class Block:
-    """One `with workspace(...)` that has been entered; told from others of its size by identity."""
+    """One `with workspace(...)` block that has been entered. Blocks of one size are distinguished by identity."""
 
     def __init__(self, nbytes: int | None) -> None:
         self.nbytes = nbytes
 
 
 class Budget:
-    """Bytes that are set, or those of the youngest open block that names some."""
+    """A number of bytes: that of the youngest open block that names one, otherwise the one that was set."""
 
     def __init__(self, nbytes: int | None) -> None:
         self.nbytes = nbytes
-        # Entered since the last `set` and not left, the youngest last. Each change is one operation of the list, which
-        # is atomic. A lock would not do: the block of an abandoned generator is left when that is collected, which may
-        # be inside any allocation, one made under the lock included.
+        # Blocks entered since the last `set` and not left, the youngest last. Each change is one list operation, which
+        # is atomic. A lock would not do. The block of an abandoned generator is left when the generator is collected,
+        # which can happen inside any allocation, also one under the lock.
         self.blocks: list[Block] = []
 
     def get(self) -> Any:
-        """int, or None where none is set."""
+        """The bytes, or None if none are set."""
         youngest = self.blocks[-1:]
         return youngest[0].nbytes if youngest else self.nbytes
 
@@ -70,14 +71,14 @@ class Budget:
 
     @contextmanager
     def block(self, nbytes: int | None) -> Iterator[None]:
-        """Without bytes it changes nothing."""
+        """A block. Without bytes it changes nothing."""
         block = Block(nbytes)
         if nbytes is not None:
             self.blocks.append(block)
         try:
             yield
         finally:
-            with suppress(ValueError):  # a `set` since then has taken its place
+            with suppress(ValueError):  # a later `set` has removed it
                 self.blocks.remove(block)
 
 
@@ -85,31 +86,31 @@ _temporary = Budget(DEFAULT_WORKSPACE_BYTES)
 _retained = Budget(None)
 
 
-# Bytes of the call that runs in this thread which are taken already.
+# Bytes already taken by the call that runs in this thread.
 _taken = threading.local()
 
 
 def get_workspace() -> int:
-    """Bytes of temporary memory that one operator call may use, less what the one in this thread has reserved."""
+    """Bytes of temporary memory that one operator call may use, minus those that this thread's call has reserved."""
     youngest = _temporary.blocks[-1:]
     nbytes: Any = youngest[0].nbytes if youngest else _temporary.nbytes
     return nbytes - getattr(_taken, "nbytes", 0)
 
 
 def get_retained() -> int:
-    """Bytes of logits that a forward operator may keep for its backward one."""
+    """Bytes of logits that a forward operator may save for backward."""
     retained = _retained.get()
     return SAVED_WORKSPACES * get_workspace() if retained is None else retained
 
 
 def rows_to_retain(columns: int) -> int:
-    """Rows of so many 16-bit logits that get_retained() holds: whole tiles of rows."""
+    """How many rows of `columns` 16-bit logits get_retained() holds, in whole tiles of rows."""
     return get_retained() // (2 * columns) // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 @contextmanager
 def reserved(nbytes: int) -> Iterator[None]:
-    """Part of the workspace for the operator call in the block, of this thread, that what it calls leaves free."""
+    """Reserves a part of the workspace for this thread's operator call. Calls inside the block leave it free."""
     before = getattr(_taken, "nbytes", 0)
     _taken.nbytes = before + nbytes
     try:
@@ -173,7 +174,7 @@ def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iter
 
 
 def check_bytes(function: str, nbytes: int | None, retained: int | None) -> None:
-    if torch.compiler.is_dynamo_compiling():  # else the graph would run with what is in force outside
+    if torch.compiler.is_dynamo_compiling():  # otherwise the graph would run with the value that holds outside
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
     if (nbytes is not None or retained is None) and not (type(nbytes) is int and nbytes > 0):
         raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")

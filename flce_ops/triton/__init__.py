@@ -1,20 +1,26 @@
-"""Triton kernels, each followed by its launcher, and the CUDA kernels of the operators made of them.
+"""Triton kernels, each followed by its launcher, and the CUDA implementations of the operators.
 
-    steps/            the operators of a head, chunk by chunk
+    steps/            the operators of a linear head, chunk by chunk
     gemm/             the three GEMMs
-    rows/             what is done to rows of tokens around them
-    sparse/           gradients of the entries that are kept
+    rows/             kernels over rows of tokens, before and after the GEMMs
+    sparse/           sparse gradients: the entries that are kept
     divergence/       linear_kl_div
     given_logits/     cross_entropy of given logits
-    launch/           a step's launches, captured and repeated
+    launch/           capturing and repeating the launches of a step
 
-Imported only when a CUDA kernel of an operator runs.
+This package is imported only when a CUDA kernel of an operator runs.
 """
 
-from .rows.grad_output import launch_scale_in_place
-from .steps.backward import launch_backward, launch_backward_in_place
-from .steps.forward import launch_forward
-from .steps.with_grad import launch_with_grad
+import triton
+
+from ..support.versions import check_version
+
+check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed; the planner has a stand-in
+
+from .rows.grad_output import launch_scale_in_place  # noqa: E402
+from .steps.backward import launch_backward, launch_backward_in_place  # noqa: E402
+from .steps.forward import launch_forward  # noqa: E402
+from .steps.with_grad import launch_with_grad  # noqa: E402
 
 __all__ = [
     "launch_backward",

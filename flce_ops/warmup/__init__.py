@@ -1,4 +1,5 @@
-"""Triton's kernels of a head, compiled into Triton's cache before any step: for a container or a node's image.
+"""Compiles the Triton kernels of a head into Triton's cache before any training step, for a container or a node's
+image.
 
 python -m flce_ops.warmup --hidden 4096 --vocab 128256 --arch sm_90
 """
@@ -40,10 +41,10 @@ def warmup(
     multiprocessors: int | None = None,
     **options: Any,
 ) -> int:
-    """Compiles all Triton kernels of a head's forward and backward, for any number of tokens, and launches none.
+    """Compiles all Triton kernels of a head's forward and backward, for any number of tokens, without launching them.
 
-    They go into Triton's cache (``TRITON_CACHE_DIR``), from which a training process takes them in milliseconds.
-    Without it the first call of a head compiles the same kernels.
+    The kernels go into Triton's cache (``TRITON_CACHE_DIR``), from which a training process loads them in milliseconds.
+    Without warmup, the first call of a head compiles the same kernels.
 
     Args:
         hidden: D, features of the hidden states.
@@ -57,7 +58,7 @@ def warmup(
         **options: of the function, as training gives them; which are there decides on the kernels, not their values.
 
     Returns:
-        How many kernels that was.
+        The number of kernels that were compiled.
 
     Raises:
         ValueError: no GPU and no ``arch``, or another ``arch`` than the visible GPU's.
@@ -75,7 +76,15 @@ def warmup(
             'another in a process with CUDA_VISIBLE_DEVICES=""'
         )
 
+    calls = [options]
+    if options.get("support") is not None:
+        calls.append(options | {"support": None})  # of the tokens without one
+
     def trace() -> None:
+        for options_of_call in calls:
+            trace_call(options_of_call)
+
+    def trace_call(options: dict) -> None:
         with CompileInner():
             result = call_on_meta(function, hidden, vocab, dtype, bias, options)
             found = result if isinstance(result, tuple) else (result,)
@@ -112,7 +121,7 @@ def call_on_meta(function: Callable, hidden: int, vocab: int, dtype: torch.dtype
 
 
 class CompileInner(UncompiledDispatchMode):
-    """Every inner operator that is called compiles its kernels, where Triton's path is the one that runs."""
+    """Makes every inner operator that is called compile its kernels, if its path is Triton's."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = INNER.get(func)
@@ -128,7 +137,7 @@ class CompileInner(UncompiledDispatchMode):
 
 @contextmanager
 def driver_of(chip: Chip, present: bool):
-    """Triton asks its driver what to compile for."""
+    """A driver that tells Triton for which GPU to compile."""
     if present:
         yield
         return
@@ -140,7 +149,7 @@ def driver_of(chip: Chip, present: bool):
             return GPUTarget("cuda", chip.capability, 32)
 
         def get_current_device(self) -> int:
-            return -chip.capability  # kernels of one chip are none of another's
+            return -chip.capability  # negative, so that kernels of one GPU are not taken for another's
 
         def get_current_stream(self, device: int) -> int:
             return 0

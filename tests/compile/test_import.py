@@ -1,4 +1,4 @@
-"""A fresh process: what importing the package pulls in, how many calls it makes, that it works without triton."""
+"""Import in a fresh process: which modules it imports, how many calls it makes, and that it works without Triton."""
 
 import json
 import os
@@ -31,7 +31,7 @@ assert torch.ops.flce.linear_cross_entropy(x, w, t).item() == loss.item()
 
 def test_import_brings_in_neither_dtensor_nor_the_compiler_nor_triton_beyond_what_torchs_flop_counter_does():
     script = (
-        # the FLOP formulas are registered with it, and where triton is installed it imports triton
+        # the FLOP formulas are registered in this module, which imports triton if it is installed
         "import sys, json, torch, torch.utils.flop_counter\n"
         "before = set(sys.modules)\n"
         "import flce_ops\n"
@@ -79,15 +79,40 @@ torch.library.opcheck(torch.ops.flce.linear_cross_entropy, (x, w, t))
 
 
 def test_works_without_numpy_and_triton_and_does_not_speak_of_them():
-    """In a process of its own: torch says that NumPy is missing when it is imported."""
+    """Runs in its own process, because torch reports a missing NumPy when it is imported."""
     script = WITHOUT_NUMPY + TRAIN + REST
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    # torch's FLOP counter says itself that Triton is missing, in a build for CUDA
-    said = [line for line in done.stderr.splitlines() if "flop_counter.py" not in line]
-    assert not [line for line in said if "NumPy" in line or "triton" in line]
+    # torch 2.11 built with CUDA says this itself when torch.utils.flop_counter is imported
+    said = [line for line in done.stderr.splitlines() if "flop counting will not work" not in line]
+    assert not any("NumPy" in line or "triton" in line for line in said), done.stderr
+
+
+OLDER = """
+import sys, types
+library, version = sys.argv[1:]
+if library == "torch":
+    import torch
+    torch.__version__ = version
+    import flce_ops
+else:
+    sys.modules["triton"] = types.ModuleType("triton")
+    sys.modules["triton"].__version__ = version
+    import flce_ops
+    import flce_ops.triton
+"""
+
+
+@pytest.mark.parametrize(
+    "library, version, oldest",
+    [("torch", "2.10.1+cu128", "2.11"), ("torch", "1.13.0", "2.11"), ("triton", "3.5.1", "3.6")],
+)
+def test_an_older_torch_or_triton_is_refused_by_name(library, version, oldest):
+    done = run_script(OLDER, library, version)
+    assert done.returncode == 1
+    assert f"ImportError: flce_ops: expected {library} {oldest} or later, got {version}; pip install -U" in done.stderr
 
 
 def test_works_where_torch_distributed_is_not_available():
@@ -96,7 +121,7 @@ def test_works_where_torch_distributed_is_not_available():
 
 
 def test_import_makes_few_calls():
-    """30,000 Python calls on top of torch's; `python -m benchmarks.first_call` has the seconds."""
+    """At most 30,000 Python calls beyond torch's own. `python -m benchmarks.first_call` measures the seconds."""
     script = (
         "import sys, torch, torch.utils.flop_counter\n"
         "calls = 0\n"
@@ -135,7 +160,7 @@ def test_compiled_training_step_in_a_fresh_process():
 
 @pytest.mark.parametrize("package", ["flce_ops", "flce_ops.integrations.transformers", "flce_ops.integrations.trl"])
 def test_dir_has_the_public_names_alone(package):
-    """As a prompt completes them: without the modules that are imported there."""
+    """What a prompt completes: public names only, without the modules that the package imports."""
     module = pytest.importorskip(package)
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, name) for name in dir(module))
@@ -149,7 +174,7 @@ def test_version_is_known():
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_another_thread_gives_the_same_numbers(reduction):
-    """DataParallel-like use: no state of the first thread is missed in the second."""
+    """Used as in DataParallel: the second thread does not need state of the first."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
@@ -188,6 +213,6 @@ print(json.dumps([name for name in ("torch._dynamo", "torch._inductor", "sympy")
 
 
 def test_two_steps_import_no_compiler():
-    """torch._dynamo takes 3.5 seconds, which the second step of every process once waited for."""
+    """Importing torch._dynamo takes 3.5 seconds. The second step of every process once had to wait for it."""
     pytest.importorskip("triton")
     assert json.loads(run_fresh(TWO_STEPS)) == []

@@ -1,18 +1,27 @@
 """The functions and modules of the package as a case calls them."""
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import flce_ops
 from tests.fuzz import oracle
 from tests.fuzz.cases import ARGMAX_METRICS, Case
 from tests.fuzz.problem import Tensors
 
+# What has classes, and so a shard of them, beside the rows of logits.
+OF_CLASSES = ("weight", "bias", "class_weight", "teacher_weight")
+NUMBERS = ("learnt", "normalizer", "gradient_seed")
+
 MODULES = {"head": flce_ops.LinearCrossEntropyHead, "loss_module": flce_ops.LinearCrossEntropyLoss}
 
 
 class Ours:
-    """The outputs by name, as oracle.call has them."""
+    """Returns the outputs by name, as oracle.call does."""
 
     def __init__(self, case: Case) -> None:
         self.module = None
@@ -24,6 +33,11 @@ class Ours:
             self.module = MODULES[case.function](case.D, case.V, bias=bool(case.bias), device="meta", **options)
 
     def __call__(self, case: Case, at: Tensors) -> Tensors:
+        if not case.mesh:
+            return self.call(case, at)
+        return {name: whole(found) for name, found in self.call(case, on_mesh(case, at)).items()}
+
+    def call(self, case: Case, at: Tensors) -> Tensors:
         arguments = (at["input"], at["weight"], at["target"], at.get("bias"))
         options = logit_options(case) | {"temperature": case.temperature}
         if case.learnt in options:
@@ -136,3 +150,31 @@ def named_metrics(metrics: dict[str, Tensor]) -> Tensors:
 
 def logit_options(case: Case) -> dict:
     return {"ignore_index": case.ignore_index, "softcap": case.softcap, "logit_scale": case.logit_scale}
+
+
+@functools.cache
+def mesh():
+    """Of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,))
+
+
+def on_mesh(case: Case, at: Tensors) -> Tensors:
+    """Tokens or classes are sharded; from_local's derivative is the identity."""
+
+    def placement(name: str, tensor: Tensor):
+        if case.mesh == "classes":
+            return Shard(0) if name in OF_CLASSES else Replicate()
+        return Replicate() if name in OF_CLASSES or not tensor.dim() else Shard(0)
+
+    return {
+        name: tensor
+        if name in NUMBERS
+        else DTensor.from_local(tensor, mesh(), [placement(name, tensor)], run_check=False)
+        for name, tensor in at.items()
+    }
+
+
+def whole(found: Tensor) -> Tensor:
+    return found.full_tensor() if isinstance(found, DTensor) else found

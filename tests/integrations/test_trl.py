@@ -1,4 +1,4 @@
-"""TRL's trainers with the operators in place of its fused head: the same steps as TRL's own, in float32."""
+"""TRL's trainers with the operators in place of its fused head take the same steps as with TRL's own, in float32."""
 
 import contextlib
 import csv
@@ -17,7 +17,7 @@ import trl
 from tiny_models import make_model
 from transformers import set_seed
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-from trl_inputs import DISTILLATION, STEPS, UTILS, head_inputs, texts, trl_divergence, trl_utils, word_tokenizer
+from trl_inputs import DISTILLATION, SFT, STEPS, UTILS, head_inputs, texts, trl_divergence, trl_utils, word_tokenizer
 
 import flce_ops
 from flce_ops.integrations.trl import patch, patched, patching, unpatch
@@ -36,14 +36,21 @@ def prefer_even(completion_ids, **_) -> list[float]:
 TEXTS = {"text": texts(8, 9, seed=0)}
 PROMPTS = {"prompt": texts(8, 4, seed=1)}
 PAIRS = {**PROMPTS, "chosen": texts(8, 5, seed=2), "rejected": texts(8, 3, seed=3)}
+COMPLETIONS = {**PROMPTS, "completion": [text[: 3 * length] for length, text in enumerate(texts(8, 9, seed=4), 1)]}
 UNPAIRED = {**PROMPTS, "completion": texts(8, 5, seed=2), "label": [True, False] * 4}
 SAMPLED = {"max_completion_length": 5}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 POLICY = {**SAMPLED, "num_generations": 2, "temperature": 0.7, "reward_funcs": prefer_even, "learning_rate": 0.1}
 
-# name: (trainer, data, options, model). Learning rates: what STEPS move is above the rounding of a parameter.
+# name: (trainer, data, options, model). The learning rates are large enough that STEPS move a parameter by more than
+# its rounding.
 RUNS = {
     "SFT": ("SFT", TEXTS, {"loss_type": "nll", "learning_rate": 0.5}, "Llama"),
-    "SFT, tied head": ("SFT", TEXTS, {"gradient_accumulation_steps": 2, "learning_rate": 0.5}, "Llama tied"),
+    "SFT, tied head": ("SFT", TEXTS, {**ACCUMULATED, "learning_rate": 0.5}, "Llama tied"),
+    "SFT, prompts ignored": ("SFT", COMPLETIONS, {"learning_rate": 0.5}, "Cohere"),
+    "SFT, router loss": ("SFT", TEXTS, {**ACCUMULATED, "learning_rate": 0.5}, "Mixtral, router loss"),
+    "SFT, compiled": ("SFT", COMPLETIONS, {**COMPILED, "learning_rate": 0.5}, "Gemma2"),
     "SFT by DFT, softcap": ("SFT", TEXTS, {"loss_type": "dft", "learning_rate": 20.0}, "Gemma2"),
     "DPO with WPO's weights": ("DPO", PAIRS, {"use_weighting": True, "learning_rate": 1.0}, "Granite"),
     "DPO, softcap": ("DPO", PAIRS, {"learning_rate": 1.0}, "Gemma2"),
@@ -63,7 +70,7 @@ MESSAGES = {
 PRIVILEGED = {**PROMPTS, "privileged_context": PAIRS["chosen"]}
 EXPERIMENTAL = {"ORPO": "orpo", "CPO": "cpo", "GKD": "gkd", "OnlineDPO": "online_dpo", "SDPO": "sdpo"}
 
-# Those whose loss is made from the logits of their model.
+# The trainers whose loss needs the logits of their model.
 UNSERVED = {
     "ORPO": ("ORPO", PAIRS, {}, "Llama"),
     "CPO": ("CPO", PAIRS, {}, "Llama"),
@@ -91,17 +98,17 @@ def make_trainer(name: str, tokenizer, folder, prepare=lambda model: model):
 
     kind, data, options, model_name = {**RUNS, **UNSERVED}[name]
     library = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}") if kind in EXPERIMENTAL else trl
-    # one draw in every run of the tests: a sampled token is another one where rounding decides
+    # every run of the tests has the same draw: where rounding decides, another token would be sampled
     set_seed(3)
     model = make_model(model_name)
-    model.save_pretrained(folder / "model")  # from where TRL reads its reference model
+    model.save_pretrained(folder / "model")  # TRL reads its reference model from there
     model.config._name_or_path = str(folder / "model")
     options = {**options}
     extra = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
     if kind == "GKD":
         extra["teacher_model"] = make_model()
     if kind == "Distillation":
-        extra["teacher_model"] = make_model("Phi, head with bias")  # its hidden size is another one
+        extra["teacher_model"] = make_model("Phi, head with bias")  # the teacher has another hidden size
     args = getattr(library, f"{kind}Config")(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -125,7 +132,7 @@ def make_trainer(name: str, tokenizer, folder, prepare=lambda model: model):
 
 
 def train(name: str, tokenizer, folder) -> tuple[dict, dict, list[dict]]:
-    """(parameters before, parameters after STEPS, what was logged at each)."""
+    """Returns (parameters before, parameters after STEPS, the log of each step)."""
     trainer = make_trainer(name, tokenizer, folder)
     before = {key: parameter.detach().clone() for key, parameter in trainer.model.named_parameters()}
     trainer.train()
@@ -142,9 +149,13 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     with patched():
         before, ours, our_logs = train(name, tokenizer, tmp_path)
     assert len(calls) >= STEPS and not warned()
+    trainer, _, options, _ = RUNS[name]
+    of_sums = trainer == "SFT" and options.get("loss_type") != "dft"
+    of_tokens = "linear_kl_div" if trainer == "Distillation" else "linear_log_probs"
+    assert set(calls) == {"linear_cross_entropy" if of_sums else of_tokens}
     largest = max(float((theirs[key] - before[key]).abs().max()) for key in theirs)
     for key, expected in theirs.items():
-        # seen: 5e-5 of the largest change by WPO, 3e-6 else, and a unit in the last place of the parameter
+        # 5e-5 of the largest change was seen for WPO, 3e-6 for others, and a unit in the last place of the parameter
         atol = 1e-4 * largest + 2 * EPSILON * float(expected.abs().max())
         assert atol < 1e-3 * largest or "norm" in key, (key, atol, largest)
         torch.testing.assert_close(ours[key], expected, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
@@ -152,35 +163,36 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     for our_log, their_log in zip(our_logs, their_logs, strict=True):
         expected = {key: value for key, value in their_log.items() if not key.endswith(timed)}
         found = {key: our_log[key] for key in expected}
-        assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)  # seen: 2.4e-5, a norm of gradients
+        assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)  # 2.4e-5 was seen, for a norm of gradients
 
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """Names of the operators that the integration called."""
-    from flce_ops.integrations.trl import divergence, log_probs
+    from flce_ops.integrations.trl import divergence, log_probs, sft
 
     made: list[str] = []
 
     def counted(function):
         return lambda *args, **kwargs: [made.append(function.__name__), function(*args, **kwargs)][1]
 
-    for module, function in [(log_probs, flce_ops.linear_log_probs), (divergence, flce_ops.linear_kl_div)]:
+    of = {log_probs: flce_ops.linear_log_probs, sft: flce_ops.linear_cross_entropy, divergence: flce_ops.linear_kl_div}
+    for module, function in of.items():
         monkeypatch.setattr(module, function.__name__, counted(function))
     return made
 
 
 @pytest.fixture
 def warned(caplog, monkeypatch):
-    """The warnings of this package, none of which was given before."""
+    """Collects the warnings of this package, as if none had been given before."""
     monkeypatch.setattr("flce_ops.integrations.full_logits._logged", set())
     return lambda: [r.message for r in caplog.records if r.name == "flce_ops" and r.levelno >= logging.WARNING]
 
 
-# ---------------------------------------------------------------- trainers that make logits all the same
+# ---------------------------------------------------------------- trainers that compute logits anyway
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
+@pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of experimental trainers
 @pytest.mark.parametrize("name", UNSERVED)
 def test_a_trainer_that_makes_logits_is_named_once(name, tokenizer, tmp_path, warned):
     trainer, reason = make_trainer(name, tokenizer, tmp_path), ""
@@ -216,7 +228,7 @@ def test_a_trainer_of_trl_that_is_given_a_patched_model_is_named(name, tokenizer
 def test_unpatch_puts_everything_back():
     theirs = trl_divergence()
     patch()
-    patch()  # does nothing
+    patch()  # a second call does nothing
     assert trl_utils()._ChunkedLogProbFunction is ChunkedLogProbs
     assert sys.modules[DISTILLATION]._chunked_divergence_loss is chunked_divergence_loss
     unpatch()
@@ -260,9 +272,11 @@ class Renamed(torch.autograd.Function):
         (UTILS, "_ChunkedLogProbFunction", Renamed, "_ChunkedLogProbFunction to take .*'logit_scale'.* got .*'scale'"),
         (UTILS, "add_fused_lm_head", lambda model: None, "add_fused_lm_head to call _ChunkedLogProbFunction, which"),
         (UTILS, "add_fused_lm_head", None, "add_fused_lm_head to call _ChunkedLogProbFunction, which"),
+        (UTILS, "_use_triton", None, "utils._use_triton is not there"),
+        (SFT, "SFTTrainer", None, "SFTTrainer.compute_loss is not there"),
         (DISTILLATION, "_chunked_divergence_loss", None, "_chunked_divergence_loss is not there"),
     ],
-    ids=["gone", "other arguments", "not called", "caller gone", "divergence gone"],
+    ids=["gone", "other arguments", "not called", "caller gone", "ignored tokens", "no SFT", "divergence gone"],
 )
 def test_a_trl_that_has_moved_its_places_is_refused_by_name(where, name, value, message, monkeypatch):
     monkeypatch.setattr(importlib.import_module(where), name, value)
@@ -284,16 +298,17 @@ def test_an_output_that_is_not_known_is_refused():
         ChunkedLogProbs.apply(*inputs, 1.0, 32, None, 1.0, ("log_probs", "top_k"))
 
 
-def test_the_benchmark_of_clients(tmp_path):
+@pytest.mark.parametrize("case", ["SFT nll", "SFT dft"])
+def test_the_benchmark_of_clients(case, tmp_path):
     from benchmarks import clients
     from benchmarks.client_steps import OURS, OWN, RETAINING
 
     sizes = "--tokens 8 --hidden 128 --vocabulary 101 --layers 1 --rounds 1 --ms 1 --device cpu".split()
-    clients.main(["--cases", "trl:SFT dft", *sizes, "--out", str(tmp_path)])
+    clients.main(["--cases", f"trl:{case}", *sizes, "--out", str(tmp_path)])
     (path,) = tmp_path.rglob("clients.csv")
     with path.open(newline="") as file:
         rows = {row["provider"]: row for row in csv.DictReader(file)}
-    assert list(rows) == [OWN, OURS, RETAINING]
+    assert list(rows) == [OWN, OURS, RETAINING][: 2 if case == "SFT nll" else 3]
     for row in rows.values():
         assert row["reason"] == "" and row["equal"] == "True" and float(row["head_ms"]) > 0
         assert float(row["err_dw"]) < float(row["tolerance"])

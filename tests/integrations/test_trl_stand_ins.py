@@ -1,4 +1,4 @@
-"""What stands in for TRL's head and divergence gives TRL's results, of whole and of sharded heads."""
+"""The replacements of TRL's head and divergence give TRL's results, for whole and for sharded heads."""
 
 import contextlib
 import copy
@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 from trl_inputs import head_inputs, trl_divergence, trl_utils
 
+import flce_ops
 from flce_ops.integrations.trl import patched, zero3
 from flce_ops.integrations.trl.divergence import chunked_divergence_loss
 from flce_ops.integrations.trl.log_probs import ChunkedLogProbs
+from flce_ops.integrations.trl.sft import SummedLogProbs
 
 
 def results_and_gradients(apply, inputs, options, outputs):
@@ -41,17 +43,67 @@ def test_every_output_is_that_of_trl(outputs, softcap, scale, temperature, bias)
     for name, our, their in zip(("log_probs", *OPTIONAL_OUTPUTS), ours[0], theirs[0], strict=True):
         assert (our is None) == (their is None) == (name not in outputs)
         if our is not None:
-            # the entropy and sum of p^2 are differences of numbers near lse: 1e-6 of it
+            # the entropy and the sum of p^2 are differences of numbers near lse; the error is 1e-6 of lse
             torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
             assert our.requires_grad == (name in ("log_probs", "entropy"))
     for our, their in zip(ours[1], theirs[1]):
         if their is not None:
-            torch.testing.assert_close(our, their, rtol=0, atol=1e-5 * float(their.abs().max()))  # seen: 3e-6
+            torch.testing.assert_close(our, their, rtol=0, atol=1e-5 * float(their.abs().max()))  # 3e-6 was seen
+
+
+# --- SFT's nll: sums over the tokens ---
+
+
+def sums_and_gradients(apply, inputs, options, outputs):
+    inputs = [
+        None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs
+    ]
+    log_probs, *others = apply(*inputs, *options, outputs)
+    (-log_probs.sum() / 7).backward()
+    gradients = [tensor.grad for tensor in inputs[:3] if tensor is not None]
+    return [log_probs.sum(), *(row.sum(dtype=torch.float64) for row in others if row is not None)], gradients
+
+
+@pytest.mark.parametrize("outputs", [("log_probs", "entropy", "is_top1"), ("log_probs", *OPTIONAL_OUTPUTS)])
+@pytest.mark.parametrize("softcap,scale,temperature", [(None, 1.0, 1.0), (3.0, 1.7, 1.3)])
+@pytest.mark.parametrize("dtype,bias", [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("tokens", [37, 1])
+def test_sums_of_an_sft_head_are_those_of_trl(tokens, dtype, bias, softcap, scale, temperature, outputs):
+    inputs, options = head_inputs(dtype, bias=bias, tokens=tokens), (temperature, 32, softcap, scale)
+    doubles = [t if t is None or t.dtype == torch.int64 else t.detach().double().requires_grad_() for t in inputs]
+    exact = sums_and_gradients(SummedLogProbs.apply, doubles, options, outputs)
+    ours = sums_and_gradients(SummedLogProbs.apply, inputs, options, outputs)
+    theirs = sums_and_gradients(ChunkedLogProbFunction.apply, inputs, options, outputs)
+    for of_ours, of_theirs, of_exact in zip(*(both[0] + both[1] for both in (ours, theirs, exact)), strict=True):
+        # gradients were made in forward, for the mean of these tokens: the share of them in the loss is one rounding
+        rounding = torch.finfo(of_ours.dtype).eps * of_exact.norm()
+        assert (of_ours - of_exact).norm() <= 1.5 * (of_theirs - of_exact).norm() + rounding + 1e-5
+
+
+def test_an_sft_head_makes_its_gradients_in_forward():
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False)
+    SummedLogProbs.apply(hidden, weight, None, targets, 1.0, 32)
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
+
+
+def test_an_sft_batch_without_valid_tokens_has_gradients_of_zero():
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False, tokens=0)
+    found = SummedLogProbs.apply(hidden, weight, None, targets, 1.0, 32)
+    assert [row.shape for row in found] == [(0,)] * 5
+    found[0].sum().backward()
+    assert not weight.grad.any() and hidden.grad.shape == hidden.shape
+
+
+def test_an_sft_head_refuses_gradients_that_differ():
+    hidden, weight, _, targets = head_inputs(torch.float32, bias=False)
+    log_probs = SummedLogProbs.apply(hidden, weight, None, targets, 1.0, 32)[0]
+    with pytest.raises(RuntimeError, match="a gradient that differs from token to token; train without flce_ops"):
+        (log_probs * log_probs.detach().exp() * torch.arange(37)).sum().backward()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_float32_head_under_bfloat16_hidden_states(autocast):
-    """FSDP2's master weights, and mixed precision: float64's result, at least as near as TRL's."""
+    """FSDP2's master weights with mixed precision: close to float64's result, at least as close as TRL's."""
     hidden, weight, bias, targets = head_inputs(torch.float32, bias=True)
     hidden = hidden if autocast else hidden.detach().bfloat16().requires_grad_()
     exact = [None if t is None else t.detach().bfloat16().double() for t in (hidden, weight, bias)]
@@ -103,7 +155,7 @@ def test_the_divergence_is_that_of_trl(beta, items):
 
 
 class TakenAway:
-    """A stand-in for ZeRO-3: parameters are empty but inside of TRL's context, as DeepSpeed leaves them."""
+    """A stand-in for ZeRO-3: outside of TRL's context, parameters are empty, as DeepSpeed leaves them."""
 
     def __init__(self, *parameters) -> None:
         self.whole = {id(parameter): parameter.data for parameter in parameters}
@@ -145,7 +197,7 @@ def one_process():
 
 
 def test_a_head_that_fsdp2_has_sharded(one_process):
-    """TRL gathers it: full_tensor()."""
+    """TRL gathers the head by full_tensor()."""
     model, batch = make_model("Llama"), make_batch()
     reference = copy.deepcopy(model)
     for module in (*model.model.layers, model):

@@ -14,7 +14,7 @@ from flce_ops.aten import cross_entropy as aten
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 
-# of the interpreter, which has no fused multiplication and addition: twice what was seen
+# for the interpreter, which has no fused multiply-add: twice the error that was seen
 TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 
 
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("shape", "padded", "options"),
-    [  # a block has 32 numbers in float32, 64 in float16; up to 2 are held, without a softcap
+    [  # a block has 32 numbers in float32, 64 in float16; without a softcap up to 2 blocks stay in registers
         ((3, 131), 0, {}),
         ((3, 203), 3, {"label_smoothing": 0.1}),
         ((3, 131), 3, OPTIONS[1]),
@@ -75,28 +75,37 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
 
 
-@pytest.mark.parametrize("softcap", [50.0, 300.0, 1e4, 1e8])
-def test_a_large_softcap_leaves_logits_their_digits(softcap, device):
+@pytest.mark.parametrize("softcap", [None, 50.0, 300.0, 1e4, 1e8])
+@pytest.mark.parametrize("shift", [0.0, 3000.0, -70000.0])
+def test_large_logits_and_large_softcaps_leave_the_digits(shift, softcap, device):
     """The public function where CUDA is, the kernels in the interpreter where it is not."""
-    logits, target = 3.0 * torch.randn(16, 509, device=device), torch.randint(509, (16,), device=device)
-    scale = torch.rand(16, device=device) + 0.5
+    rows, classes = (16, 509) if device == "cuda" else (5, 133)
+    logits = 3.0 * torch.randn(rows, classes, device=device) + shift
+    target, scale = torch.randint(classes, (rows,), device=device), torch.rand(rows, device=device) + 0.5
+    options = {} if softcap is None else {"softcap": softcap}
 
     def plain(z):
-        losses = F.cross_entropy(softcap * torch.tanh(z / softcap), target, reduction="none")
+        capped = z if softcap is None else softcap * torch.tanh(z / softcap)
+        losses = F.cross_entropy(capped, target, reduction="none")
         return losses.detach(), *torch.autograd.grad((losses * scale).sum(), z)
 
     def ours(z):
         if device == "cuda":
-            losses = flce_ops.cross_entropy(z, target, softcap=softcap, reduction="none")
-            return losses.detach(), *torch.autograd.grad((losses * scale).sum(), z)
+            losses = flce_ops.cross_entropy(z, target, reduction="none", **options)
+            in_one_pass = flce_ops.cross_entropy(z, target, token_weight=scale, reduction="sum", **options)
+            by_lse, in_one_pass = (torch.autograd.grad(loss, z)[0] for loss in ((losses * scale).sum(), in_one_pass))
+            return losses.detach(), by_lse, losses.detach(), in_one_pass
         triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
-        numbers = scalars({"softcap": softcap})
-        target_logit, lse, *_ = triton.launch_forward(z.detach(), target, None, **numbers)
-        return lse - target_logit, triton.launch_with_grad(z.detach(), target, None, scale, **numbers)[2]
+        z, numbers = z.detach(), scalars(options)
+        target_logit, lse, *_, rest = triton.launch_forward(z, target, None, **numbers)
+        by_lse = triton.launch_backward(-scale, scale, None, z, target, None, lse, rest, **numbers)
+        _, losses, in_one_pass, _ = triton.launch_with_grad(z, target, None, scale, **numbers)
+        return (lse - target_logit) + rest, by_lse, losses, in_one_pass
 
     exact, theirs = (plain(logits.to(dtype, copy=True).requires_grad_()) for dtype in (torch.float64, torch.float32))
-    for found, plainly, right in zip(ours(logits.requires_grad_()), theirs, exact, strict=True):
-        assert error(found, right) <= 2 * error(plainly, right) + 1e-7
+    found = ours(logits.requires_grad_())
+    for number, plainly, right in zip(found, (*theirs, *theirs), (*exact, *exact), strict=True):
+        assert error(number, right) <= 2 * error(plainly, right) + 1e-7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 
 def test_the_gemms_compile_ahead_for_every_architecture(tmp_path):
-    # a process of its own: the suite's interpreter mode would replace the compiler; a cache of its own: nothing stale
+    # in its own process, because the suite's interpreter mode would replace the compiler; with its own cache, so that
+    # nothing is stale
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "benchmarks.kernels.compile_targets"]

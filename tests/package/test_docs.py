@@ -28,7 +28,7 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocstrings")
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
-    # a proxy that nobody answers: a build that fetches something fails
+    # with a proxy that does not answer, a build that fetches something fails
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -147,7 +147,7 @@ def test_the_plan_on_the_page_is_what_the_command_prints(capsys):
 
 @functools.cache
 def messages_of_the_source() -> set[str]:
-    """Every string of flce_ops/ that is no docstring, with `...` for what is filled in."""
+    """All strings of flce_ops/ except docstrings, with `...` in place of values that are inserted."""
     texts = set()
     for path in (ROOT / "flce_ops").rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -164,7 +164,7 @@ OF_OTHERS = ("device-side assert triggered", "Unsupported types (<class '...Logi
 
 
 def quoted_messages() -> list[str]:
-    """The page's headings that are messages, and what its prose quotes of our own."""
+    """The headings of the pages that are messages, and messages of this package that the prose quotes."""
     text = (DOCS / "troubleshooting.md").read_text()
     headings = re.findall(r"^### (`.*)$", text, re.MULTILINE)
     messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
@@ -173,7 +173,7 @@ def quoted_messages() -> list[str]:
 
 
 def parts_of(message: str) -> list[str]:
-    """Between the values, which the source may write out: `(..., D)` is a shape, `...` alone a value."""
+    """The parts between inserted values. The source may write these out: `(..., D)` is a shape, `...` a value."""
     return [part for part in (piece.strip() for piece in re.split(r"(?<!\()\.\.\.", message)) if part]
 
 

@@ -1,29 +1,86 @@
-"""The fuzzer (tests/fuzz) runs, passes what is right and finds what is wrong. Its campaigns are run by hand."""
+"""The fuzzer (tests/fuzz) runs, passes what is right and finds what is wrong; a sample of its cases."""
 
-import os
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from inputs import current_seed
 
-from tests.fuzz import judge
-from tests.fuzz.cases import BUFFER_MODES, FUNCTIONS, Case
+from tests.fuzz import judge, ours
+from tests.fuzz.cases import BUFFER_MODES, FUNCTIONS, MESHES, Case
 from tests.fuzz.consistent import consistent
 from tests.fuzz.draw import draw
 from tests.fuzz.ours import Ours
+
+pytest.importorskip("hypothesis")
+
+from tests.fuzz.properties import hold
 
 ROOT = Path(__file__).parents[2]
 SEED, CASES = 1, 40
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_stays():
+    """A case on a mesh makes one."""
+    yield
+    if dist.is_initialized():
+        ours.mesh.cache_clear()
+        dist.destroy_process_group()
+
+
 def test_a_sample_of_random_cases_is_as_near_to_the_truth_as_plain_torch():
     for index in range(CASES):
         case = draw(SEED, index, "cpu")
-        if not case.mode.startswith("compile"):  # seconds each
+        if not case.mode.startswith("compile"):  # compiled cases take seconds each
             verdict = judge.examine(case, "cpu")
             assert not verdict.failures, f"python -m tests.fuzz --only {SEED}:{index}: {verdict.failures}"
+
+
+def test_cases_of_hypothesis_are_as_near_to_the_truth_as_plain_torch():
+    hold("cpu", 100, current_seed(), compiled=False)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    whole = [sys.executable, "-m", "tests.fuzz", *arguments]
+    return subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device, cases", [("cpu", 2000), ("interpreter", 300)])
+@pytest.mark.parametrize("drawn_by", ["number", "hypothesis"])
+def test_thousands_of_cases_are_as_near_to_the_truth_as_plain_torch(device, cases, drawn_by):
+    if device == "interpreter":
+        pytest.importorskip("triton")
+    half = str(cases // 2)
+    hypothesis = ["--hypothesis"] if drawn_by == "hypothesis" else []
+    done = command("--device", device, "--cases", half, "--seed", str(current_seed()), *hypothesis)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+def test_hypothesis_shrinks_a_failure_to_the_plainest_case_like_it(monkeypatch, capsys):
+    """A fault under every softcap: what is left of a case is the softcap."""
+    call = Ours.__call__
+
+    def wrong(self, case, at):
+        found = call(self, case, at)
+        return found if case.softcap is None or "loss" not in found else found | {"loss": 1.1 * found["loss"]}
+
+    monkeypatch.setattr(Ours, "__call__", wrong)
+    with pytest.raises(AssertionError, match="softcap") as failure:
+        hold("cpu", 300, 1, compiled=False)
+    assert len(str(failure.value).split("Case(")[1].split("):")[0].split(", ")) < 16, failure.value
+
+
+def test_the_cases_are_on_every_axis():
+    cases = [draw(SEED, index, "cpu") for index in range(3000)]
+    assert {case.mesh for case in cases} == set(MESHES)
+    on_mesh = {case.function for case in cases if case.mesh}
+    assert on_mesh == {"cross_entropy", "metrics", "log_probs", "kl_div", "given_logits", "policy"}
 
 
 def test_the_arguments_of_every_function_are_drawn():
@@ -86,7 +143,7 @@ NEWER = {
     "a learnt scale": {"learnt": "logit_scale", "logit_scale": 2.0},
     "a learnt temperature": {"learnt": "temperature", "temperature": 0.7},
 }
-BLIND = {  # what ours is given in place of what the case has
+BLIND = {  # fields of a case that this package gets differently than the reference, to see that the fuzzer notices
     "soft targets": lambda at: {"target_weight": at["target_weight"] * 1.001},
     "a tail": lambda at: {"target": at["target"].roll(1, -2)},
     "metrics": lambda at: {"target": at["target"].roll(1, 0)},
@@ -121,6 +178,5 @@ def test_a_case_is_the_same_whenever_it_is_drawn():
 
 def test_the_command_runs_the_triton_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.fuzz", "--device", "interpreter", "--cases", "3", "--seed", str(SEED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ})
+    done = command("--device", "interpreter", "--cases", "3", "--seed", str(SEED))
     assert "# 3 cases of seed" in done.stdout, done.stderr

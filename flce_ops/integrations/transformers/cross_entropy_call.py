@@ -1,10 +1,10 @@
-"""A loss that a forward computes by itself: `CrossEntropyLoss()(logits.view(-1, vocab_size), labels.view(-1))`.
+"""A forward that computes its own loss: `CrossEntropyLoss()(logits.view(-1, vocab_size), labels.view(-1))`.
 
-Nothing can stand in for a name of the model's module, so the forward is compiled again with that expression replaced:
+No name in the model's module can be replaced for this, so the forward is compiled again with that expression replaced:
 
     self.flce_cross_entropy(logits, labels.view(-1), vocab_size)
 
-in the same globals, under the same decorators, at the same lines.
+It keeps its globals, decorators and line numbers.
 """
 
 import __future__
@@ -23,10 +23,10 @@ from .instance_forward import has_another_forward
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Which loss the call computes."""
+    """The loss that the call computes."""
 
     ignore_index: int = -100
-    module: str | None = None  # attribute of the model that computes it, whose ignore_index holds
+    module: str | None = None  # the attribute of the model that computes it, whose ignore_index is used
 
     def check(self, model: nn.Module) -> None:
         if self.module is None:
@@ -53,7 +53,7 @@ class CrossEntropy:
 
 
 def flattened_logits(call: ast.Call) -> ast.Name | None:
-    """`logits` of `...(logits.view(-1, vocab_size), labels)`."""
+    """`logits` of a call `...(logits.view(-1, vocab_size), labels)`."""
     if len(call.args) != 2 or call.keywords:
         return None
     view = call.args[0]
@@ -74,7 +74,7 @@ def is_own_size(size: ast.expr, logits: str) -> bool:
 
 
 def global_object(expression: ast.expr, names: dict[str, object]) -> object:
-    """What a dotted global name, as nn.CrossEntropyLoss, stands for; None if it is not one."""
+    """The object that a dotted global name such as nn.CrossEntropyLoss stands for, or None."""
     if isinstance(expression, ast.Name):
         return names.get(expression.id)
     if isinstance(expression, ast.Attribute):
@@ -83,7 +83,7 @@ def global_object(expression: ast.expr, names: dict[str, object]) -> object:
 
 
 def with_loss_of_self(forward: Callable, function: ast.FunctionDef, loss_call: ast.Call) -> Callable | None:
-    """`forward` with `loss_call` of its definition replaced, or None where that cannot be done."""
+    """`forward` with `loss_call`, a node of its definition, replaced; None if that cannot be done."""
     undecorated, decorators = forward, []
     while hasattr(undecorated, "__wrapped__"):
         decorators.append(undecorated)
@@ -108,7 +108,7 @@ def compiled(original: FunctionType, function: ast.FunctionDef, loss_call: ast.C
     function.decorator_list = []
     ast.fix_missing_locations(function)
     ast.increment_lineno(function, original.__code__.co_firstlineno - 1)
-    # annotations are left alone: their names may exist for type checkers only
+    # annotations are not evaluated: their names may exist for type checkers only
     flags = __future__.annotations.compiler_flag
     module = compile(ast.Module([function], []), original.__code__.co_filename, "exec", flags, dont_inherit=True)
     code = next(c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == original.__code__.co_name)
@@ -116,7 +116,7 @@ def compiled(original: FunctionType, function: ast.FunctionDef, loss_call: ast.C
 
 
 def redecorated(decorator: Callable, inner: FunctionType) -> FunctionType | None:
-    """The wrapper that a decorator made, around `inner`."""
+    """A copy of a decorator's wrapper that wraps `inner` instead."""
     cells = getattr(decorator, "__closure__", None) or ()
     holds = [holds_object(cell, decorator.__wrapped__) for cell in cells]  # type: ignore[attr-defined]
     if not isinstance(decorator, FunctionType) or sum(holds) != 1:
@@ -130,7 +130,7 @@ def redecorated(decorator: Callable, inner: FunctionType) -> FunctionType | None
 def holds_object(cell: CellType, held: object) -> bool:
     try:
         return cell.cell_contents is held
-    except ValueError:  # empty
+    except ValueError:  # the cell is empty
         return False
 
 

@@ -1,4 +1,4 @@
-"""The definition of a forward, as a tree: found from the function, and questions that do not depend on the model."""
+"""The definition of a forward as a syntax tree, and questions about it that do not depend on the model."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ class NotUnderstood(Exception):
 
 
 def definition_of(forward: Callable) -> tuple[ast.FunctionDef, Callable]:
-    """Its definition, and the function inside of its decorators."""
+    """Returns the definition, and the function inside its decorators."""
     inner = inspect.unwrap(forward)
     try:
         source = textwrap.dedent(inspect.getsource(inner))
@@ -25,7 +25,7 @@ def definition_of(forward: Callable) -> tuple[ast.FunctionDef, Callable]:
 
 
 def check_self(function: ast.FunctionDef) -> None:
-    """forward sees a stand-in for self, so it may only read attributes of it."""
+    """Checks that forward only reads attributes of self, because it will see a stand-in."""
     parent = parents_in(function)
     for node in ast.walk(function):
         if is_named(node, "super"):
@@ -38,7 +38,9 @@ def check_self(function: ast.FunctionDef) -> None:
 
 
 def without_casts(expression: ast.expr) -> ast.expr:
-    """Logits in float32 are what the operator computes anyway; nothing changes by moving to the logits' own device."""
+    """Removes casts and moves: the operator computes in float32 anyway, and a move to the logits' own device changes
+    nothing.
+    """
     while isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute) and not expression.keywords:
         arguments = [argument.attr for argument in expression.args if isinstance(argument, ast.Attribute)]
         plain = expression.func.attr in ("float", "contiguous") and not expression.args

@@ -1,8 +1,9 @@
-"""What DoRA multiplies the logits of a class with, of PEFT's adapter:
+"""The factor of each class by which PEFT's DoRA adapter multiplies the logits:
 
     logits_j = c_j (x . W_j + h . B_j) + b_j        c_j = m_j / ||W_j + s (B A)_j||        h = s x A^T
 
-The norm is a constant to the gradients, as in PEFT, and made without the merged weight (flce_ops/aten/row_norms.py).
+The norm is a constant for the gradients, as in PEFT. It is computed without the merged weight
+(flce_ops/aten/row_norms.py).
 """
 
 import sys
@@ -18,19 +19,19 @@ from ...support.torch_private import hooks_on_the_output
 
 
 def is_dora(variant: object) -> bool:
-    """PEFT's own, and nothing that derives from it."""
+    """Whether this is PEFT's own class, and not a subclass."""
     variants = sys.modules.get("peft.tuners.lora.variants")
     return variants is not None and type(variant) is variants.DoraLinearVariant
 
 
 def why_not_a_scale(head: Any, adapter: str, active: list[str]) -> str | None:
-    """What a DoRA adapter of the head does that is no factor of each class."""
+    """What keeps a DoRA adapter of the head from being a factor of each class; None if nothing does."""
     if adapter not in active:
         return None
     if len(active) > 1:
         return "a DoRA adapter active beside another; alone it goes"
     if head.training and not isinstance(head.lora_dropout[adapter], torch.nn.Identity):
-        # its own product with the head's weight is then one of other inputs
+        # the head's weight and the adapter would then be multiplied with different inputs
         return "a DoRA adapter that trains with lora_dropout; with lora_dropout=0 it goes"
     if any(hooks_on_the_output(head.lora_magnitude_vector[adapter])):
         return "a DoRA adapter with a hook on its magnitudes"

@@ -1,14 +1,14 @@
 """The model's own forward, with the loss in place of the logits.
 
-The forward runs on a stand-in for the model. What it asks of the stand-in is the model's, but for these:
+The forward runs on a stand-in for the model. The stand-in's attributes are the model's, except:
 
     logits = self.lm_head(hidden)                keeps `hidden`, returns (B, T, 0): nothing to scale or cap
-    logits = logits + self.final_logits_bias     a bias of no classes
-    loss = self.loss_function(logits, labels)    the model's lm_head on `hidden` and the targets
+    logits = logits + self.final_logits_bias     a bias without classes
+    loss = self.loss_function(logits, labels)    calls the model's lm_head with `hidden` and the targets
 
-A forward that computes its cross-entropy by itself asks for self.flce_cross_entropy instead (cross_entropy_call.py).
-Arguments, mixture-of-experts losses and outputs stay the model's. Where logits are wanted beside the loss, `lm_head`
-returns them and they go the model's way into its output; the loss is the same.
+A forward that computes its own cross-entropy calls self.flce_cross_entropy instead (cross_entropy_call.py). Arguments,
+mixture-of-experts losses and outputs stay the model's. If logits are wanted beside the loss, `lm_head` returns them and
+the model's code puts them into its output; the loss is the same.
 """
 
 import functools
@@ -33,25 +33,26 @@ from .read_head import read
 
 # B batch, T tokens, D hidden, V vocabulary
 
-ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is in force
-EVAL_LOGITS = "_flce_eval_logits"  # of an instance or a class: what the user said to patch
+ACTIVE = "_flce_loss_without_logits"  # attribute of an instance: whether its new forward is active
+EVAL_LOGITS = "_flce_eval_logits"  # of an instance or a class: the option given to patch
 METRICS = "_flce_metrics"  # likewise
 GRADIENT_THRESHOLD = "_flce_gradient_threshold"  # likewise
 LABEL_SMOOTHING = "_flce_label_smoothing"  # likewise
-TAKEN_BY_TRAINER = "_flce_logits_taken_by_trainer"  # of an instance, while Trainer takes predictions from it
-SMOOTHED_BY_TRAINER = "_flce_smoothed_by_trainer"  # of an instance, while Trainer keeps the labels: a SmoothedLoss
+TAKEN_BY_TRAINER = "_flce_logits_taken_by_trainer"  # of an instance, while Trainer reads predictions from its output
+# of an instance, while Trainer keeps the labels to itself: a SmoothedLoss
+SMOOTHED_BY_TRAINER = "_flce_smoothed_by_trainer"
 
 
 @dataclass
 class SmoothedLoss:
-    """What Trainer's label smoother would compute of the logits of a forward without labels."""
+    """The loss that Trainer's label smoother would compute from the logits of a forward without labels."""
 
     labels: Tensor  # (B, T)
     label_smoothing: float
     ignore_index: int
     shift_labels: bool
-    count: Tensor | int | None  # of labels that are not ignored; None: those of this batch
-    computed: bool = False  # whether the forward has put it into its output
+    count: Tensor | int | None  # the number of labels that are not ignored; None: those of this batch
+    computed: bool = False  # whether the forward has put the loss into its output
 
     def of(self, stand_in: "WithoutLogits") -> Tensor:  # ()
         target = next_labels(self.labels, self.ignore_index) if self.shift_labels else self.labels
@@ -61,12 +62,12 @@ class SmoothedLoss:
 
 
 class KeepHidden:
-    """Stands in for the head of `stand_in` while the logits are asked for."""
+    """Stands in for the head of `stand_in` while the forward computes logits."""
 
     def __init__(self, stand_in: "WithoutLogits", head: nn.Module) -> None:
         self.stand_in, self.head = stand_in, head
 
-    def __getattr__(self, name: str):  # weight, for its dtype
+    def __getattr__(self, name: str):  # the forward may read the weight's dtype
         return getattr(self.head, name)
 
     def __call__(self, hidden: Tensor) -> Tensor:  # (B, T, D) -> (B, T, 0), or the logits (B, T, V)
@@ -84,7 +85,7 @@ class WithoutLogits:
         self.flce_head = head
         self.flce_with_logits = with_logits
         self.flce_hidden: Tensor | None = None
-        # Trainer takes all that stands beside the loss for predictions
+        # no metrics then: Trainer takes everything beside the loss for predictions
         self.flce_metrics = Metrics(() if getattr(model, TAKEN_BY_TRAINER, False) else getattr(model, METRICS, ()))
         setattr(self, head.name, KeepHidden(self, getattr(model, head.name)))
         if head.bias is not None and not with_logits:
@@ -124,7 +125,7 @@ class WithoutLogits:
         vocab_size: int | None,
         ignore_index: int,
         count: Tensor | int | None,
-        label_smoothing: float | None = None,  # None: what the user said to patch
+        label_smoothing: float | None = None,  # None: the option given to patch
     ) -> Tensor:  # ()
         model, hidden = self.flce_model, self.flce_hidden
         if label_smoothing is None:
@@ -153,13 +154,14 @@ class WithoutLogits:
             options["logits_bias"] = getattr(model, self.flce_head.bias)
         if isinstance(count, Tensor):
             count = count.to(hidden.device)
-        # FSDP's mixed precision rounds the floating arguments of the head's forward, and the operator takes 0-d counts
+        # Divides after the call, since FSDP's mixed precision rounds floating arguments of the head's forward, and the
+        # operator takes 0-d counts only.
         divide_afterwards = isinstance(count, Tensor) and (count.is_floating_point() or count.dim() > 0)
         if divide_afterwards:
             options["reduction"] = "sum"
         else:
             options["normalizer"] = count
-        # by name: the hooks of tensor parallelism drop all positional arguments but the first
+        # by name, because hooks of tensor parallelism drop all positional arguments but the first
         loss = head(hidden, target=target, **options)
         if loss.dim() != 0:
             raise RuntimeError(
@@ -180,7 +182,7 @@ def check_loss(model: nn.Module, head: Head) -> None:
 
 
 def gives_logits(model: nn.Module) -> bool:
-    """Whether `model` gives logits beside the loss that it computes without them."""
+    """Whether `model` also returns logits beside the loss, which it computes without them."""
     if getattr(model, TAKEN_BY_TRAINER, False):
         return True
     return not model.training and getattr(model, EVAL_LOGITS, False)
@@ -191,10 +193,10 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def forward_without_logits(original: Callable, head: Head, *, of_instance: bool) -> Callable:
-    """The forward that takes the place of `original`, for one instance or for a class."""
+    """The forward that replaces `original`, of one instance or of a class."""
     _, without_cross_entropy = read(original)
     parameters = list(inspect.signature(original).parameters)
-    labels_at = parameters.index("labels") - 1  # after self
+    labels_at = parameters.index("labels") - 1  # without self
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
@@ -218,7 +220,7 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
         if return_dict is None:
             return_dict = self.config.return_dict
         if not return_dict:
-            kwargs["return_dict"] = True  # the logits can only be told from the rest by name
+            kwargs["return_dict"] = True  # the logits can only be told from the other entries by name
         output = without_cross_entropy(stand_in, *args, **kwargs)
         if smoothed is not None:
             output = type(output)(loss=smoothed.of(stand_in), **output)
@@ -230,6 +232,6 @@ def forward_without_logits(original: Callable, head: Head, *, of_instance: bool)
 
 
 def without_logits(output: ModelOutput) -> ModelOutput:
-    if torch.compiler.is_exporting():  # an exported program returns tensors only
+    if torch.compiler.is_exporting():  # an exported program may return only tensors
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
     return type(output)(**{name: LOGITS_NOT_COMPUTED if name == "logits" else value for name, value in output.items()})

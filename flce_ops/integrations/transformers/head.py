@@ -1,8 +1,8 @@
-"""The lm_head: an nn.Linear whose forward, given targets, returns the loss instead of the logits, or a head that ends
-in one (transform_head.py).
+"""The lm_head: an nn.Linear whose forward returns the loss when it gets targets, or a head that ends in one
+(transform_head.py).
 
-The loss runs inside the forward of the module that owns the weight, so that whoever gathers parameters around a
-module's forward (FSDP, ZeRO-3, accelerate) does so for the loss too.
+The loss runs inside the forward of the module that owns the weight. So libraries that gather parameters around a
+module's forward (FSDP, ZeRO-3, accelerate) gather them for the loss, too.
 """
 
 import functools
@@ -46,10 +46,10 @@ def linear_or_loss(
     logit_scale: float = 1.0,
     reduction: str = "mean",
     normalizer: Tensor | int | None = None,
-    logits_bias: Tensor | None = None,  # V entries, beside the layer's own
-    metrics: Metrics | None = None,  # filled in
+    logits_bias: Tensor | None = None,  # V entries, added to the layer's own bias
+    metrics: Metrics | None = None,  # written
     gradient_threshold: float = 0.0,
-    pair: AdapterPair | None = None,  # an adapter's
+    pair: AdapterPair | None = None,  # of an adapter
 ) -> Tensor:  # logits (B, T, V), or the loss ()
     if target is None:
         return nn.Linear.forward(self, input)
@@ -93,19 +93,20 @@ linear_or_loss.flce_original = nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def forward_of_head(module: nn.Module) -> BoundForward:
-    """Of an empty one too, while pickle reads it."""
+    """The new forward of a head. While pickle loads the head, it may still be empty."""
     if is_linear(module):
         return BoundForward(linear_or_loss, module, forward_of_head)
     if is_lora(module):
         return BoundForward(lora_or_loss, module, forward_of_head)
-    inner_of(module)  # reads the source now: torch.compile cannot
+    inner_of(module)  # reads the source now, because torch.compile cannot
     return BoundForward(transform_then_loss, module, forward_of_head)
 
 
 def prepare_head(head: nn.Module, model_name: str) -> None:
-    """Make `head(hidden, target, ...)` return the loss, or refuse.
+    """Makes `head(hidden, target, ...)` return the loss, or refuses the head.
 
-    It runs before every loss: the head of a patched model may be replaced (resize_token_embeddings) or wrapped (PEFT).
+    Runs before every loss, because the head of a patched model may be replaced (resize_token_embeddings) or wrapped
+    (PEFT).
     """
     for module in list(makers_of_logits(head, model_name)):
         if not is_wrapper_of_peft(module) and not is_replaced(module):
@@ -118,7 +119,7 @@ def restore_head(head: nn.Module) -> None:
 
 
 def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
-    """`head` and the modules in it that may make its output, from the outside in."""
+    """`head` and the modules in it that may compute its output, from the outside in."""
     if is_linear(head):
         yield head
         return
@@ -138,13 +139,13 @@ def is_linear(head: nn.Module) -> bool:
 
 
 def is_wrapper_of_peft(head: nn.Module) -> bool:
-    """Of a head that is trained whole, its copies inside."""
+    """Whether this is PEFT's wrapper of a head that is trained whole, which holds copies of the head."""
     peft = sys.modules.get("peft.utils.other")
     return peft is not None and isinstance(head, peft.ModulesToSaveWrapper)
 
 
 def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
-    """The linear layer that `head` ends in, which PEFT may have wrapped."""
+    """The linear layer at the end of `head`, which PEFT may have wrapped."""
     why = ""
     if isinstance(head, nn.Module):
         try:

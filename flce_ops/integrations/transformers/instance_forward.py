@@ -1,4 +1,4 @@
-"""The forward of one module instance, replaced and put back."""
+"""Replaces and restores the forward of one module instance."""
 
 import inspect
 from collections.abc import Callable
@@ -7,18 +7,19 @@ from types import MethodType
 import torch
 from torch import nn
 
-# accelerate's hooks take the place of an instance's forward and call what was there as _old_forward
+# accelerate's hooks replace an instance's forward, and call the former one as _old_forward
 HOOKED, PLAIN = "_old_forward", "forward"
 
 
 class BoundForward:
-    """`function` bound to `module`, as a method is, but one that pickle can write.
+    """`function` bound to `module` like a method, but pickle can write it.
 
-    A method is written as the name of an attribute of `module`, and a function that is not its class's is none.
+    Pickle writes a method as the name of an attribute of `module`. A function that is not part of its class has no such
+    name.
     """
 
     def __init__(self, function: Callable, module: nn.Module, rebuild: Callable[[nn.Module], "BoundForward"]) -> None:
-        """rebuild: a function of the top level of a file, which makes it again for the module that was read."""
+        """rebuild: a top-level function of a file, which makes the bound forward again for a loaded module."""
         self.__func__ = function
         self.__self__ = module
         self.flce_rebuild = rebuild
@@ -36,7 +37,7 @@ class BoundForward:
 
 @torch.compiler.disable(reason="a patched class prepares a head at its first loss, which must run in eager mode")
 def replace_forward(module: nn.Module, forward: BoundForward) -> None:
-    """The function that is bound has what it replaces as `flce_original`."""
+    """Replaces the forward. The bound function has the replaced one as `flce_original`."""
     place = HOOKED if HOOKED in module.__dict__ else PLAIN
     if has_another_forward(module, forward.__func__.flce_original):  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -48,7 +49,7 @@ def replace_forward(module: nn.Module, forward: BoundForward) -> None:
 
 
 def has_another_forward(module: nn.Module, original: Callable) -> bool:
-    """One that is not its class's, set on the instance by somebody else."""
+    """Whether somebody else has set a forward on the instance that is not its class's."""
     held = module.__dict__.get(HOOKED, module.__dict__.get(PLAIN))
     known = (None, type(module).forward, original)
     return unbound(held) not in known and not hasattr(unbound(held), "flce_original")
@@ -66,9 +67,10 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def name_of(function: Callable) -> str:
-    """And where it is written, as functools.wraps gives a wrapper the name of what it wraps.
+    """The function's name and where it is written. The name alone would not do: functools.wraps gives a wrapper the
+    name of what it wraps.
 
-    The repr of a bound method would have its whole module in it.
+    The repr of a bound method would contain its whole module.
     """
     function = unbound(function)
     code = getattr(function, "__code__", None)

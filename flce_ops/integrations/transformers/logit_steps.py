@@ -1,4 +1,4 @@
-"""The steps from a head's output to the logits of its loss, in the order that the operator has for them."""
+"""The steps from a head's output to the logits of its loss, in the order of the operator."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -9,7 +9,7 @@ from .cross_entropy_call import CrossEntropy
 from .definition import NotUnderstood
 from .operand import Operand, Path, lookup, number, written
 
-# ("*", operand), ("/", operand), ("+", path); "*?" and "/?" do nothing where the operand is None
+# ("*", operand), ("/", operand), ("+", path). "*?" and "/?" do nothing if the operand is None.
 Step = tuple[str, Operand]
 TANH: Step = ("tanh", ())
 
@@ -23,7 +23,7 @@ class Head:
     softcap: Operand | None = None
     bias: str | None = None
     cross_entropy: CrossEntropy | None = None  # None: self.loss_function
-    unless: tuple[Path, ...] = ()  # numbers which, above 0, add something to the loss that needs the logits
+    unless: tuple[Path, ...] = ()  # numbers which, if above 0, add a term to the loss that needs the logits
 
     def logit_scale(self, model: nn.Module) -> float:
         scale = 1.0
@@ -40,7 +40,7 @@ class Head:
         return number(model, self.softcap)
 
     def modules_of_loss(self, model: nn.Module) -> list[nn.Module]:
-        """Which the model's own forward gives logits, and which do not run without."""
+        """Modules that the model's own forward calls with logits, and that do not run without them."""
         return [] if self.cross_entropy is None else self.cross_entropy.modules_of(model)
 
     def check(self, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ class Head:
 
 
 def ordered(steps: list[Step]) -> tuple[str | None, tuple[Step, ...], Operand | None]:
-    """The operator adds the bias first, then scales, and caps last."""
+    """Splits the steps into bias, factors and softcap. The operator adds the bias first, then scales, then caps."""
     bias = None
     if steps and steps[0][0] == "+":
         (bias,) = cast(Path, steps[0][1])
@@ -70,7 +70,7 @@ def ordered(steps: list[Step]) -> tuple[str | None, tuple[Step, ...], Operand | 
 
 
 def softcap_in(steps: list[Step]) -> Operand | None:
-    """c of the three steps / c, tanh, * c."""
+    """c, if the steps are / c, tanh, * c."""
     if len(steps) == 3 and steps[1] == TANH and steps[0][0] == "/" and steps[2] == ("*", steps[0][1]):
         return steps[0][1]
     return None

@@ -1,10 +1,10 @@
-"""A head that PEFT has put LoRA adapters beside:
+"""A head with PEFT's LoRA adapters:
 
     logits = base_layer(x) + sum over active adapters of scaling (B A dropout(x) + bias of B)
 
-The loss takes them as they are, B of (V, r) beside the head's weight (flce_ops/entry/low_rank.py): B A, of the weight's
-size, is not made. DoRA scales the logits of each class besides (dora.py). Other adapters of PEFT change the weight
-itself or read the logits.
+The loss takes the adapters as they are, with B (V, r) beside the head's weight (flce_ops/entry/low_rank.py). B A, which
+has the weight's size, is not made. DoRA also scales the logits of each class (dora.py). PEFT's other adapters change
+the weight itself or read the logits.
 """
 
 import sys
@@ -27,13 +27,13 @@ class AdapterPair(NamedTuple):
 
 
 def is_lora(head: nn.Module) -> bool:
-    """PEFT's own layer around a linear one, and none that derives from it."""
+    """Whether this is PEFT's own layer around a linear one, and not a subclass."""
     lora = sys.modules.get("peft.tuners.lora.layer")
     return lora is not None and type(head) is lora.Linear and type(head).forward is lora.Linear.forward
 
 
 def why_not_a_pair(head: Any) -> str | None:
-    """What an adapter does that is no low-rank pair."""
+    """What keeps an adapter from being a low-rank pair; None if nothing does."""
     active = active_adapters(head)
     for adapter in head.lora_A:
         variant = head.lora_variant[adapter] if adapter in head.lora_variant else None
@@ -47,14 +47,14 @@ def why_not_a_pair(head: Any) -> str | None:
 
 
 def active_adapters(head: Any) -> list[str]:
-    """None where they are disabled, or merged into the weight."""
+    """The active adapters; none if they are disabled, or merged into the weight."""
     if head.disable_adapters or head.merged:
         return []
     return [adapter for adapter in head.active_adapters if adapter in head.lora_A]
 
 
 def lora_or_loss(self: Any, input: Tensor, *args: Any, target: Tensor | None = None, **options: Any) -> Tensor:
-    """Logits (B, T, V), or with targets (B, T) the loss ()."""
+    """The logits (B, T, V), or with targets (B, T) the loss ()."""
     if target is None:
         return type(self).forward(self, input, *args, **options)
     if self.disable_adapters and self.merged:
@@ -71,9 +71,9 @@ def lora_or_loss(self: Any, input: Tensor, *args: Any, target: Tensor | None = N
         weights.append(up.weight.to(base.weight.dtype))
         if up.bias is not None:
             biases.append(up.bias * self.scaling[adapter])
-    several = len(adapters) > 1  # a weight that somebody shards is refused by its shape
+    several = len(adapters) > 1  # a single weight is not concatenated, so that a sharded one is refused by its shape
     pair = AdapterPair(torch.cat(parts, -1), torch.cat(weights, 1)) if several else AdapterPair(parts[0], weights[0])
-    if adapters[0] in self.lora_variant:  # DoRA, alone
+    if adapters[0] in self.lora_variant:  # DoRA, the only active adapter
         pair = pair._replace(class_scale=class_scale(self, adapters[0]))
     if biases:
         given = options.get("logits_bias")
@@ -94,7 +94,7 @@ def loss_of_pair(
     normalizer: Tensor | int | None,
     **options: Any,
 ) -> Tensor:  # ()
-    """As linear_cross_entropy, with the pair's product added to the logits."""
+    """Same as linear_cross_entropy, with the pair's product added to the logits."""
     normalizer = normalizer_tensor(normalizer, input)
     return ops.linear_cross_entropy_low_rank(
         input,

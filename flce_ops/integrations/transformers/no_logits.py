@@ -1,7 +1,7 @@
-"""What stands in an output where the logits would: an object that says why they are not there.
+"""The object that replaces the logits in an output. It says why they are not there.
 
-None would do in no place: whoever counts the entries of an output, as Trainer and return_dict=False do, would take the
-next one for the logits, and an error about None names nothing.
+None would not do. Code that counts the entries of an output, such as Trainer and return_dict=False, would take the next
+entry for the logits, and an error about None names no cause.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,9 @@ MESSAGE = (
 
 
 class LogitsNotComputed:
-    """Refuses every use as a tensor. Passes through what carries outputs: pickle, copies, accelerate, DDP, FSDP."""
+    """Refuses every use as a tensor. Libraries that carry outputs can pass it on: pickle, copies, accelerate, DDP,
+    FSDP.
+    """
 
     def __init__(self, *parts: object) -> None:
         """DataParallel makes one from those of its replicas."""
@@ -32,11 +34,12 @@ class LogitsNotComputed:
 
     def __iter__(self) -> Iterator:
         raise RuntimeError(MESSAGE)
-        yield  # a generator raises at its first item: DataParallel makes an iterator and reads none
+        # makes this a generator, which raises at its first item: DataParallel makes an iterator and reads no item
+        yield
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise RuntimeError(MESSAGE)  # a TypeError would make `tensor == logits` False
+        raise RuntimeError(MESSAGE)  # with a TypeError, `tensor == logits` would be False
 
 
 def refuse(self, *args):

@@ -1,6 +1,6 @@
-"""Numbers that a forward takes from its model: `self.config.get_text_config().final_logit_softcapping`.
+"""Numbers that a forward reads from its model, such as `self.config.get_text_config().final_logit_softcapping`.
 
-They are read from the source as paths and looked up on the model when a loss is computed:
+They are parsed from the source as paths, and looked up on the model when a loss is computed:
 
     self.config.logits_scaling                    ("config", "logits_scaling")
     self.config.get_text_config().cap             ("config", "get_text_config()", "cap")
@@ -47,9 +47,9 @@ def written(operand: Operand) -> str:
 
 
 class Names:
-    """The local names of one forward that stand for such a path: each is assigned once, before any branch.
+    """The local names of a forward that stand for such paths. Each is assigned once, before any branch.
 
-    A walrus in the test of a top-level `if` runs as often as the test itself.
+    A walrus in the test of a top-level `if` counts, because it runs as often as the test itself.
     """
 
     def __init__(self, function: ast.FunctionDef) -> None:
@@ -91,14 +91,14 @@ class Names:
         return self.path_of(expression)
 
     def checked_for_none(self, test: ast.expr) -> Path | None:
-        """x of `x is not None`."""
+        """x, if the test is `x is not None`."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.IsNot):
             if is_none(test.comparators[0]):
                 return self.path_of(test.left)
         return None
 
     def compared_with_zero(self, test: ast.expr) -> Path | None:
-        """x of `x > 0`."""
+        """x, if the test is `x > 0`."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Gt):
             compared = test.comparators[0]
             if isinstance(compared, ast.Constant) and compared.value == 0:
@@ -125,7 +125,7 @@ def is_none(expression: ast.expr) -> bool:
 
 
 def path_of(expression: ast.AST) -> Path | None:
-    """("config", "logits_scaling") of self.config.logits_scaling."""
+    """For example ("config", "logits_scaling") for self.config.logits_scaling."""
     names = []
     while isinstance(expression, ast.Attribute):
         names.append(expression.attr)

@@ -1,12 +1,11 @@
-"""Hooks that see logits: forward hooks and backward hooks on the head and on what in it makes them, all hooks on a
-module that computes the cross-entropy.
+"""Finds hooks that see logits: forward and backward hooks on the head and on its modules that make logits, and all
+hooks on a module that computes the cross-entropy.
 
     logits = lm_head(hidden)            what such a hook was written for
-    loss = lm_head(hidden, target)      what it would see, and change, in a patched model
+    loss = lm_head(hidden, target)      what it would see, and could change, in a patched model
 
-Hooks of the libraries that shard, move and count modules take any output alike. Where there is another one the model
-runs its own forward, with logits. Pre-hooks of the head, and the modules that transform its input, see hidden states
-in both.
+Hooks of libraries that shard, move or count modules accept any output. If there is another hook, the model runs its own
+forward, with logits. Pre-hooks of the head, and modules that transform its input, see hidden states in either case.
 """
 
 import functools
@@ -30,7 +29,7 @@ ANY_OUTPUT = (
 
 
 def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_name: str) -> bool:
-    """Whether a hook that is not known to take anything sees what `makers` return, or what `users` take or return."""
+    """Whether a hook that may need logits sees the results of `makers`, or the arguments or results of `users`."""
     hooks = [hook for module in makers for hook in hooks_on_the_output(module)]
     hooks += [hook for module in users for hook in [*hooks_on_the_input(module), *hooks_on_the_output(module)]]
     hooks = [hook for hook in hooks if not takes_any_output(hook)]

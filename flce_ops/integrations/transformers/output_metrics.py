@@ -1,7 +1,8 @@
-"""By-products of the loss in a model's output: return_metrics of linear_cross_entropy, as further fields.
+"""Metrics of the loss in a model's output: return_metrics of linear_cross_entropy, as further fields.
 
-Fields, of a class made for it, not attributes: who makes an output anew of its entries (accelerate's mixed precision,
-pytrees) would lose those. They stand last, so that the entries of a tuple keep their places.
+They are fields of a class made for the purpose. Attributes would be lost when an output is rebuilt from its entries
+(accelerate's mixed precision, pytrees). They are the last fields, so that the other entries keep their places in a
+tuple.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
-CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}  # of outputs that were seen; torch.compile cannot make a class
+# made for output classes seen so far; torch.compile cannot make a class
+CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
 class Metrics:
-    """What to ask for, and a place for it. Hooks that cast or copy arguments take it for a leaf and leave it alone."""
+    """The metrics to ask for, and a place for them. Hooks that cast or copy arguments treat it as a leaf and leave it
+    alone.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -47,7 +51,7 @@ def class_with(base: type, names: tuple[str, ...]) -> type:
 
 
 def reduce(output: Any) -> tuple[Any, ...]:
-    """For pickle and copies, which look for a class by its name."""
+    """For pickle and copies, which look up classes by name."""
     base = type(output).__bases__[0]
     known = {one.name for one in fields(base)}
     own = [one.name for one in fields(output) if one.name not in known]

@@ -35,7 +35,7 @@ from .trainer import announce_to_models
 
 Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
 
-# What the user said, and the attribute of the instance or the class that holds it.
+# The options of patch, and the attribute of the instance or class that holds each.
 OPTIONS = {
     "eval_logits": EVAL_LOGITS,
     "metrics": METRICS,
@@ -109,13 +109,13 @@ def unpatch(model_or_class: Model) -> Model:
             raise ValueError(f"{model_or_class.__name__} is not patched")
         del model_or_class.forward
         forget_options(model_or_class)
-        if model_or_class.forward is not original:  # unless it was inherited
+        if model_or_class.forward is not original:  # the class inherited it otherwise
             model_or_class.forward = original
         return model_or_class
     model = base_model_of(model_or_class)
     if not getattr(model, ACTIVE, False):
         raise ValueError(f"this {type(model).__name__} is not patched (its class may be)")
-    setattr(model, ACTIVE, False)  # all that matters where a wrapper (accelerate's autocast) now holds the forward
+    setattr(model, ACTIVE, False)  # enough if a wrapper (accelerate's autocast) now holds the forward
     restore_forward(model)
     restore_head(getattr(model, head_of(type(model)).name))
     forget_options(model)
@@ -173,7 +173,7 @@ def patch_instance(model: PreTrainedModel) -> None:
 
 
 def forward_of_model(model: nn.Module) -> BoundForward:
-    """Of an empty one too, while pickle reads it."""
+    """The new forward of a model. While pickle loads the model, it may still be empty."""
     cls = type(model)
     function = forward_without_logits(original_of(cls), head_of(cls), of_instance=True)
     return BoundForward(function, model, forward_of_model)

@@ -1,6 +1,6 @@
-"""What a model's forward does between lm_head and loss, read from its source.
+"""Reads from a forward's source what the model does between lm_head and loss.
 
-Language models of Transformers end alike, with lines of their own in the middle:
+Language models in Transformers end alike, with optional lines in the middle:
 
     logits = self.lm_head(hidden_states)                          head         "lm_head"
     logits = logits + self.final_logits_bias                      bias         "final_logits_bias"
@@ -11,12 +11,12 @@ Language models of Transformers end alike, with lines of their own in the middle
         logits = logits * self.config.final_logit_softcapping
     loss = self.loss_function(logits=logits, labels=labels, ...)
 
-    or, without a shift, as masked language models and encoder-decoders
+or, without a shift, in masked language models and encoder-decoders:
 
     loss = CrossEntropyLoss()(logits.view(-1, vocab_size), labels.view(-1))
 
-Every place that uses the logits is either one of these or makes the model be refused, so no transformation is lost,
-also in models and versions that did not exist when this was written.
+Every use of the logits must be one of these, otherwise the model is refused. So no transformation is lost, even in
+models and versions that did not exist when this was written.
 """
 
 import ast
@@ -49,13 +49,13 @@ from .operand import Names, Operand, Path, path_of
 
 
 def read_head(forward: Callable) -> Head:
-    """Raises NotUnderstood."""
+    """The head of a forward. Raises NotUnderstood."""
     return read(forward)[0]
 
 
 @functools.cache
 def read(forward: Callable) -> tuple[Head, Callable]:
-    """And a forward that takes its loss from self.loss_function or self.flce_cross_entropy."""
+    """Returns the head, and a forward that calls self.loss_function or self.flce_cross_entropy for its loss."""
     function, inner = definition_of(forward)
     if "labels" not in [argument.arg for argument in function.args.args]:
         raise NotUnderstood("its forward takes no labels")
@@ -70,7 +70,7 @@ def read(forward: Callable) -> tuple[Head, Callable]:
 
 
 class _Reader:
-    """Statements of one forward, in the order of its lines."""
+    """Reads the statements of one forward, in the order of its lines."""
 
     def __init__(self, function: ast.FunctionDef, names: dict[str, object]) -> None:
         self.function = function
@@ -110,7 +110,7 @@ class _Reader:
         if flattened_logits(call) is None or not any(is_named(node, "labels") for node in ast.walk(call.args[1])):
             return None
         path = path_of(call.func)
-        if path is not None:  # of the model, which is looked at when it is there
+        if path is not None:  # an attribute of the model, which is checked when there is a model
             return CrossEntropy(module=path[0]) if len(path) == 1 else None
         if global_object(call.func, self.globals) is F.cross_entropy:
             return CrossEntropy()
@@ -146,7 +146,9 @@ class _Reader:
         return given[0].id
 
     def head_assignment(self) -> ast.Assign:
-        """`logits = self.lm_head(...)`: the last of them, as what the name held before is another tensor."""
+        """The assignment `logits = self.lm_head(...)`. If there are several, the last: before it, the name held another
+        tensor.
+        """
         last = None
         for statement in self.function.body:
             if statement.lineno > self.loss_call.lineno:
@@ -196,7 +198,7 @@ class _Reader:
         raise self.refusal("it does something to its logits that is neither a scale nor a softcap", statement)
 
     def steps_in(self, expression: ast.expr) -> list[Step]:
-        """What `expression` does to the logits, innermost first."""
+        """The steps that `expression` applies to the logits, innermost first."""
         expression = without_casts(expression)
         if self.is_logits(expression):
             return []
@@ -218,7 +220,9 @@ class _Reader:
         return self.names.operand_of(without_casts(expression))
 
     def check_uses(self) -> tuple[Path, ...]:
-        """Beside the loss, the logits may only go into the output, or be used where a number is above 0."""
+        """Checks the uses of the logits. Besides the loss, they may only go into the output, or be used if some number
+        is above 0. Returns these numbers.
+        """
         loss_statement, unless = self.statement_of(self.loss_call), []
         for use in self.uses():
             outer = self.parent[use]
@@ -239,11 +243,13 @@ class _Reader:
         return tuple(dict.fromkeys(unless))
 
     def flattens_for_loss(self, use: ast.Name) -> bool:
-        """In `logits.view(-1, logits.size(-1))`, the loss's first argument, which flattened_logits has read."""
+        """Whether the use is in `logits.view(-1, logits.size(-1))`, the loss's first argument, which flattened_logits
+        has read.
+        """
         return flattened_logits(self.loss_call) is not None and use in ast.walk(self.loss_call.args[0])
 
     def is_returned(self, node: ast.AST) -> bool:
-        """`return node`, or `name = node` followed by nothing but `return name`."""
+        """Whether the code is `return node`, or `name = node` and then only `return name`."""
         outer = self.parent[node]
         if isinstance(outer, ast.Assign) and len(outer.targets) == 1 and isinstance(outer.targets[0], ast.Name):
             named = [n for n in ast.walk(self.function) if is_named(n, outer.targets[0].id)]
@@ -251,7 +257,7 @@ class _Reader:
         return isinstance(outer, ast.Return)
 
     def only_above_zero(self, node: ast.AST) -> Path | None:
-        """The number that an `if ... > 0` around node asks for."""
+        """The number of an `if number > 0` around node, or None."""
         paths = map(self.names.compared_with_zero, self.conditions_of(node))
         return next((path for path in paths if path is not None), None)
 
@@ -259,7 +265,7 @@ class _Reader:
         return any(ast.unparse(condition) == "not return_dict" for condition in self.conditions_of(node))
 
     def conditions_of(self, node: ast.AST) -> Iterator[ast.expr]:
-        """Of the `if`s around node, from the inside out."""
+        """The tests of the `if`s around node, from the inside out."""
         while node is not self.function:
             inner, node = node, self.parent[node]
             if isinstance(node, ast.If) and inner in node.body:
@@ -292,8 +298,8 @@ class _Reader:
 
 
 def head_call_in(expression: ast.expr) -> ast.Call | None:
-    """`self.lm_head(hidden)`, the outermost call of something of self."""
-    for call in ast.walk(expression):  # outer calls first
+    """The outermost call of an attribute of self in the expression, such as `self.lm_head(hidden)`."""
+    for call in ast.walk(expression):  # ast.walk yields outer calls first
         if isinstance(call, ast.Call) and len(path_of(call.func) or ()) == 1:
             return call if len(call.args) == 1 and not call.keywords else None
     return None

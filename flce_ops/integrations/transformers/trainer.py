@@ -1,14 +1,15 @@
-"""Trainer takes a model's logits as predictions: it gets them where it does, and evaluates by the loss alone elsewhere.
+"""Trainer reads a model's logits as predictions. It gets logits only where it does so, and otherwise evaluates by the
+loss alone.
 
     evaluate, no compute_metrics          prediction_step(..., prediction_loss_only=True)     no logits
     evaluate with compute_metrics         prediction_step(..., prediction_loss_only=False)    logits
     predict                               prediction_step(..., prediction_loss_only=False)    logits
 
-Only that argument tells them apart; a model's forward gets the same from all three. So `prediction_step` says it to the
-patched models it calls. Models that are not patched are not touched.
+Only that argument distinguishes the three. The model's forward gets the same arguments in all of them. So
+`prediction_step` tells the patched models that it calls. Models that are not patched are not touched.
 
-With label_smoothing_factor `compute_loss` keeps the labels and takes a loss of its own from the logits. It hands the
-labels to the patched model, whose forward computes that loss in place of the logits.
+With label_smoothing_factor, `compute_loss` keeps the labels and computes a loss of its own from the logits. Here it
+passes the labels to the patched model, whose forward computes that loss instead of the logits.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from .forward import (
 def announce_to_models() -> None:
     try:
         from transformers.trainer import Trainer
-    except ImportError:  # it needs accelerate, which an installation without Trainer has no use for
+    except ImportError:  # Trainer needs accelerate, which is not installed if Trainer is not used
         return
     for name, announcing in (("prediction_step", announcing_predictions), ("compute_loss", announcing_labels)):
         original = getattr(Trainer, name)
@@ -78,11 +79,11 @@ def announcing_labels(original: Callable) -> Callable:
         served = type(smoother) is LabelSmoother and self.compute_loss_func is None and isinstance(labels, Tensor)
         if not served or not is_patched(base) or gives_logits(base):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        shifts = named._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer decides it
+        shifts = named._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # the same rule as Trainer's
         smoothed = SmoothedLoss(labels, smoother.epsilon, smoother.ignore_index, shifts, num_items_in_batch)
 
         def smoothed_loss(outputs: Any, *args: Any, **options: Any) -> Tensor:
-            if not smoothed.computed:  # hooks that see logits had the model run its own forward
+            if not smoothed.computed:  # the model ran its own forward, because hooks see logits
                 return smoother(outputs, *args, **options)
             return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
 

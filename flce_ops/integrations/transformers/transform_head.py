@@ -1,11 +1,11 @@
-"""A head that transforms the hidden states before its linear layer, as masked language models have:
+"""A head that transforms the hidden states before its linear layer, as in masked language models:
 
     def forward(self, hidden_states):
         hidden_states = self.transform(hidden_states)
         return self.decoder(hidden_states)                 inner head: "decoder", plus perhaps self.bias
 
-With targets its own forward runs, inside of its hooks, on a stand-in whose `decoder` passes the targets on and so
-returns the loss.
+With targets, the head's own forward runs on a stand-in, inside the head's hooks. The stand-in's `decoder` gets the
+targets, too, and so returns the loss.
 """
 
 import ast
@@ -30,14 +30,14 @@ from .operand import path_of
 @dataclass(frozen=True)
 class Inner:
     name: str
-    bias: str | None = None  # attribute added to what the inner head returns
+    bias: str | None = None  # an attribute that is added to the inner head's result
 
 
-INNER: dict[type, Inner] = {}  # of classes that were read; torch.compile cannot read sources
+INNER: dict[type, Inner] = {}  # for classes read so far; torch.compile cannot read sources
 
 
 def inner_of(head: nn.Module) -> Inner:
-    """Raises NotUnderstood."""
+    """The inner head. Raises NotUnderstood."""
     if type(head) not in INNER:
         forward = type(head).forward
         INNER[type(head)] = read_inner(getattr(forward, "flce_original", forward))
@@ -75,7 +75,7 @@ class WithTargets:
 
 @torch.compiler.disable(reason="a patched class reads a head at its first loss, which must run in eager mode")
 def read_inner(forward: Callable) -> Inner:
-    """Of a forward that ends in `return self.decoder(hidden)`, on one line or several."""
+    """The inner head of a forward that ends in `return self.decoder(hidden)`, on one line or several."""
     function, _ = definition_of(forward)
     check_self(function)
     returns = [node for node in ast.walk(function) if isinstance(node, ast.Return)]

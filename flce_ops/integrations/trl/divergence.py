@@ -1,8 +1,8 @@
 """Stands in for TRL's _chunked_divergence_loss, the loss of its DistillationTrainer.
 
-TRL's gives per-token divergences to autograd and recomputes both models' logits in backward. Here the sum is one call
-whose gradients are made in forward: 3 passes of the student and 1 of the teacher, and 1 of the student for the entropy
-that TRL logs.
+TRL's function gives per-token divergences to autograd and recomputes both models' logits in backward. Here one call
+computes the sum and makes its gradients in forward: 3 passes of the student and 1 of the teacher, and 1 of the student
+for the entropy that TRL logs.
 """
 
 from typing import Any
@@ -73,10 +73,12 @@ def chunked_divergence_loss(
 
 
 def whole(parameter: Tensor | None) -> Tensor | None:
-    """FSDP2 shards parameters as DTensors, and TRL hands them over so."""
+    """The whole parameter. FSDP2 shards parameters as DTensors, and TRL passes them on as such."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def constant(parameter: Tensor | None) -> Tensor | None:
-    """TRL leaves the teacher's parameters as they come, and gives them no gradient."""
+    """The parameter without a gradient. TRL passes on the teacher's parameters as they are, and computes no gradient
+    for them.
+    """
     return None if parameter is None else parameter.detach()

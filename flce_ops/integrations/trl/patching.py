@@ -1,6 +1,8 @@
-"""The two private names of TRL by which its trainers compute, and what goes there.
+"""The names of TRL by which its trainers compute, and what goes there.
 
 trl.trainer.utils._ChunkedLogProbFunction                       called by the forward that add_fused_lm_head sets
+trl.trainer.utils._use_triton                                   asked there whether ignored tokens are left out
+trl.trainer.sft_trainer.SFTTrainer.compute_loss                 calls that forward, and takes sums alone for "nll"
 trl.trainer.distillation_trainer._chunked_divergence_loss       called by DistillationTrainer
 """
 
@@ -13,7 +15,8 @@ from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
 from ..places import Place, Replacements
 from ..sparse_options import check_threshold
 from .divergence import chunked_divergence_loss
-from .log_probs import ChunkedLogProbs, log_probs_with
+from .log_probs import ChunkedLogProbs, with_threshold
+from .sft import SummedLogProbs, valid_tokens_alone
 
 LOG_PROBS = Place(
     "trl.trainer.utils",
@@ -23,6 +26,12 @@ LOG_PROBS = Place(
         *("final_logit_softcapping", "logit_scale", "outputs"),
     ),
     caller="add_fused_lm_head",
+)
+LEAVES_OUT = Place("trl.trainer.utils", "_use_triton", ("device",), caller="add_fused_lm_head")
+SFT_LOSS = Place(
+    "trl.trainer.sft_trainer",
+    "SFTTrainer.compute_loss",
+    ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
 )
 DIVERGENCE = Place(
     "trl.trainer.distillation_trainer",
@@ -35,7 +44,29 @@ DIVERGENCE = Place(
     ),
     caller="DistillationTrainer._compute_loss",
 )
-REPLACEMENTS = Replacements("trl", "1.16", {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss})
+
+
+def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """SFTTrainer's own, with the head that gives it sums where it takes no more."""
+    kept = LOG_PROBS.get()
+    if self.args.loss_type == "nll":
+        LOG_PROBS.set(with_threshold(SummedLogProbs, kept.gradient_threshold))
+    try:
+        return REPLACEMENTS.originals[SFT_LOSS](self, *args, **kwargs)
+    finally:
+        LOG_PROBS.set(kept)
+
+
+REPLACEMENTS = Replacements(
+    "trl",
+    "1.16",
+    {
+        LOG_PROBS: ChunkedLogProbs,
+        LEAVES_OUT: valid_tokens_alone,
+        SFT_LOSS: compute_loss,
+        DIVERGENCE: chunked_divergence_loss,
+    },
+)
 
 
 @typed
@@ -51,13 +82,13 @@ def patch(*, gradient_threshold: float = 0.0) -> None:
 
     Raises:
         ValueError: a gradient_threshold outside [0, 1).
-        NotImplementedError: TRL does not have, or does not use, one of the two names as this package knows them. TRL
+        NotImplementedError: TRL does not have, or does not use, one of the names as this package knows them. TRL
             stays as it was.
         ImportError: TRL is not installed.
     """
     check_threshold("patch", gradient_threshold)
     REPLACEMENTS.put()
-    LOG_PROBS.set(log_probs_with(gradient_threshold))
+    LOG_PROBS.set(with_threshold(ChunkedLogProbs, gradient_threshold))
     watch_trainers(advice_for)
 
 

@@ -1,11 +1,11 @@
-"""Parameters of DeepSpeed's ZeRO-3, which hold no numbers outside of the modules that own them.
+"""Parameters under DeepSpeed's ZeRO-3, whose values exist only inside the modules that own them.
 
-    forward     with gathered(weight, bias):                  TRL's own context: the numbers are there
-                    with gathered_in_backward(weight, bias):  what autograd keeps of them is a note, not a tensor
+    forward     with gathered(weight, bias):                  TRL's own context: the values exist
+                    with gathered_in_backward(weight, bias):  autograd saves the parameter itself instead of its values
                         ...
-    backward    an operator asks for what was kept: gathered again, copied, and taken away again
+    backward    an operator reads what was saved: gathers the values again, copies them, frees them
 
-Without ZeRO-3 both do nothing.
+Without ZeRO-3 both contexts do nothing.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def gathered_in_backward(*parameters: Tensor | None) -> Iterator[None]:
     if not is_deepspeed_zero3_enabled():
         yield
         return
-    # casts and aliases of them keep their numbers
+    # casts and views of parameters keep their values
     taken = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
 
     def pack(tensor: Tensor) -> tuple[bool, Tensor]:

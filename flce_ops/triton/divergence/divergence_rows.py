@@ -1,23 +1,25 @@
-"""The divergence of a chunk of rows and G, from the stored logits of both models.
+"""The divergence of a chunk of rows, and its gradient G by the logits, from the stored logits of both models.
 
                  V                       V
         ┌──┬──┬──┬──┐            ┌──┬──┬──┬──┐
       n │  │▓▓│  │  │ student  n │  │▓▓│  │  │ teacher        a program has BLOCK_N rows of one tile of the logits GEMM
         └──┴──┴──┴──┘            └──┴──┴──┴──┘
 
-    1. sums of each row, tile by tile           objectives/divergence.py says which; "forward" makes G at once
-    2. over all tiles (and ranks)               the divergence, the number of the row that G needs
-    3. G = row_scale logit_scale G', rounded    over the student's logits
+    1. sum over each row, tile by tile          objectives/divergence.py defines the sums; "forward" makes G here
+    2. add up all tiles (and ranks)             gives the divergence and the one number a row that G needs
+    3. G = row_scale logit_scale G', rounded    written over the student's logits
 
-Memory bounds the two passes over the matrices: 4 bytes an entry are read, and 2 written where G is.
+Both passes over the matrices are bound by memory traffic: they read 4 bytes an entry, and write 2 if they make G.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...math.options import LogitOptions
 from ...objectives.divergence import Divergence, Forward
 from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
@@ -30,11 +32,11 @@ from .softmax_rows import Softmax, store_shift
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
-BLOCK_ROWS = 64  # of kernels over rows
+BLOCK_ROWS = 64  # of the kernels that read one number a row
 
 
 class Distributions(NamedTuple):
-    """Of a chunk's rows; the teacher's is one of the two."""
+    """Stored logits of a chunk's rows. Exactly one of `teacher` and `teacher_probs` is given."""
 
     student: Softmax
     teacher: Softmax | None
@@ -42,7 +44,7 @@ class Distributions(NamedTuple):
 
 
 class RowScale(NamedTuple):
-    """What G is multiplied by."""
+    """The factors that multiply G."""
 
     row_scale: Tensor  # (N,)
     logit_scale: Tensor | None  # ()
@@ -51,10 +53,10 @@ class RowScale(NamedTuple):
 
 @triton.jit
 def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
-    """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
+    """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
-    What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
-    come at a time whatever V is.
+    The log-probabilities are -inf behind column V. Loads still run to the end of the padded row: rows are a multiple of
+    16 numbers apart, so loads of 16 bytes work for any V.
     """
     places = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     logits = tl.load(softmax.logits + places, mask=row_mask[:, None] & (cols < stride)[None, :], other=0)
@@ -65,7 +67,7 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number(softmax.softcap))
+        logits, dz_du = base2_logits(logits, None, LogitOptions(number(softmax.softcap), 1.0))
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
@@ -75,10 +77,10 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
 @Kernel
 def divergence_kernel(
     distributions,  # Distributions
-    beta_ptr,  # (), of "jsd"
+    beta_ptr,  # (), used by "jsd"
     sums_ptr,  # (s, T, n) out; or None
-    gradient_ptr,  # (n, V) out, the memory of the student's logits; or None
-    row_number_ptr,  # (n,), for G; or None for 1
+    gradient_ptr,  # (n, V) out, over the student's logits; or None
+    row_number_ptr,  # (n,), row numbers for G; None for 1
     scale,  # RowScale, for G
     valid_tokens,  # ValidTokens
     n,
@@ -87,10 +89,10 @@ def divergence_kernel(
     stride_teacher,
     stride_probs_n,
     stride_probs_v,
-    OF_GIVEN_P: tl.constexpr,  # p in place of log p
+    OF_GIVEN_P: tl.constexpr,  # OF_ENTRY takes p instead of log p
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
-    SUMS: tl.constexpr,  # s
+    SUMS: tl.constexpr,  # s, the number of sums
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -127,7 +129,7 @@ def divergence_kernel(
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
             if scale.of_sums is not None:
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
-            # the entries of a row would be inf of either sign, and some 0 * inf
+            # an infinite factor would give inf of both signs in one row, and 0 * inf
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
             gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
             if student.softcap is not None:
@@ -142,18 +144,18 @@ def divergence_kernel(
 
 
 class RowResults(NamedTuple):
-    """By token, 0 where ignored; out. Nats."""
+    """Outputs in nats, indexed by token; 0 for ignored tokens."""
 
     divergence: Tensor | None  # (N,)
     shift: Tensor | None = None  # (2, N)
-    teacher_shift: Tensor | None = None  # (2, N), of a teacher that is a model
-    student_kl: Tensor | None = None  # (N,), but for "forward"
+    teacher_shift: Tensor | None = None  # (2, N), if the teacher is a model
+    student_kl: Tensor | None = None  # (N,), K; None for "forward" and class probabilities
 
 
 @Kernel
 def finish_divergence_kernel(
     totals_ptr,  # (s, n)
-    beta_ptr,  # (), of "jsd"
+    beta_ptr,  # (), used by "jsd"
     student_shift_ptr,  # (2, n)
     teacher_shift_ptr,  # (2, n)
     results,  # RowResults
@@ -164,7 +166,7 @@ def finish_divergence_kernel(
     N,
     OF_SUMS: tl.constexpr,
     SCALE_OF_SUMS: tl.constexpr,
-    SUMS: tl.constexpr,  # s
+    SUMS: tl.constexpr,  # s, the number of sums
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -202,34 +204,29 @@ def known_number_kernel(
     tl.store(row_number_ptr + i, tl.load(student_kl_ptr + token, mask=mask, other=0.0) / LN2, mask=mask)
 
 
+@dataclass(eq=False)
 class Rows:
-    """The kernels of a chunk's rows."""
+    """Launches the kernels of one chunk's rows, and holds what they hand each other."""
 
-    def __init__(
-        self,
-        distributions: Distributions,
-        kind: type[Divergence],
-        beta: Tensor | None,
-        valid_tokens: ValidTokens,
-        tile: int,
-    ) -> None:
-        self.distributions, self.kind, self.beta, self.valid_tokens, self.tile = (
-            distributions,
-            kind,
-            beta,
-            valid_tokens,
-            tile,
-        )
-        student, teacher, _ = distributions
+    distributions: Distributions
+    kind: type[Divergence]
+    beta: Tensor | None
+    valid_tokens: ValidTokens
+    tile: int
+
+    def __post_init__(self) -> None:
+        student, teacher, _ = self.distributions
         self.n = student.logits.shape[0]
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
         self.row_number = student.shift.new_empty(self.n)
         self.scale_of_sums: Tensor | None = None
         # the others need a sum of the row first; probabilities that are given may not add up to 1
-        self.gradient_at_once = kind is Forward and teacher is not None
+        self.gradient_at_once = self.kind is Forward and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
-        """(s, T, n) sums of tiles; (s, n) of rows. And G, where that needs no row's sum."""
+        """Writes the (s, T, n) sums of the tiles and returns the (s, n) sums of the rows. Makes G, too, if it needs no
+        row sum.
+        """
         self.launch(sums, gradient, None, scale)
         totals = sums.new_empty(sums.shape[0], self.n)
         launch_sum_tiles(sums, totals, self.valid_tokens)
@@ -275,8 +272,8 @@ class Rows:
         student, teacher, probs = self.distributions
         logits = student.logits
         assert gradient is None or gradient.stride() == logits.stride()
-        # ms of 2048x128256, at 16 rows and 8 warps: forward 0.486, reverse's G 0.479, jsd's sums 0.682; at 8 and 4:
-        # 0.483, 0.420, 0.594; at 4 and 2: 0.455, 0.423, 0.589
+        # Time in ms at 2048x128256. 16 rows and 8 warps: forward 0.486, G of reverse 0.479, sums of jsd 0.682. 8 rows
+        # and 4 warps: 0.483, 0.420, 0.594. 4 rows and 2 warps: 0.455, 0.423, 0.589.
         block_n = 16 if interpreted(logits) else 4
         divergence_kernel[(student.tile_max.shape[0], triton.cdiv(self.n, block_n))](
             self.distributions,

@@ -1,10 +1,13 @@
-"""Logits relative to a maximum, u <= 0 in base 2, as int16: of float16 operands, whose own rounding is finer than u's.
+"""Stores logits as int16, for float16 operands: float16 operands are rounded more finely than float16 holds u.
+
+u <= 0 is a logit relative to a maximum, in base 2.
 
     -17 < u <= -1      -2048 (u + 1), rounded, not negative        within 2^-12: a probability within 1.7e-4
     others             the bits of u in float16, negative          within 2^-12 above -1; down to -65504 and -inf
 
-float16 alone holds u within 2^-12 |u|. In an emulation (200x96x2048, logits of deviation 0.3) that is up to 1.6 times
-the error of dense torch in float16, this up to 1.2; of deviation 3 it is up to 0.4 of it, this 0.2.
+float16 alone holds u within 2^-12 |u|. In an emulation (200x96x2048), the error relative to dense torch in float16 was
+as follows. At a standard deviation of 0.3 of the logits, float16 had up to 1.6 times dense torch's error, and this
+format up to 1.2 times. At a deviation of 3, float16 had up to 0.4 times, and this format 0.2 times.
 """
 
 import triton
@@ -17,7 +20,7 @@ STEPS = tl.constexpr(2048.0)
 def to_fixed_point(u):
     code = 0.5 - STEPS * (u + 1.0)
     fixed = (code >= 0.5) & (code < 32768.0)
-    half = u.to(tl.float16).to(tl.int16, bitcast=True) | -32768  # 0, too, with a sign
+    half = u.to(tl.float16).to(tl.int16, bitcast=True) | -32768  # the sign bit marks float16, for u = 0 too
     return tl.where(fixed, code.to(tl.int16), half)
 
 

@@ -1,8 +1,8 @@
-"""CUDA kernels of linear_kl_div's three operators, which are one loop over chunks: kl_div_step.py.
+"""CUDA implementations of linear_kl_div's three operators. All three run the loop over chunks in kl_div_step.py.
 
-forward      what rows add up to, no G
-with_grad    both
-backward     G of rows that are known
+forward      row sums, no G
+with_grad    row sums and G
+backward     G, from the numbers of each row that forward returned
 """
 
 from collections.abc import Callable
@@ -98,5 +98,5 @@ def run(
 
 
 def compacted_tokens(operands: KlDivOperands) -> tuple[ValidTokens, Tensor]:
-    """Those where `valid` is not 0."""
+    """The tokens for which `valid` is not 0."""
     return compact_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])

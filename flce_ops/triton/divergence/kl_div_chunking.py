@@ -1,13 +1,13 @@
-"""How linear_kl_div takes its tokens: chunks, whose G is kept for the gradients' GEMMs, and blocks of a chunk.
+"""How linear_kl_div divides its tokens: into chunks, whose G is kept for the gradient GEMMs, and blocks of a chunk.
 
-Both models' logits of a block exist at a time, in one memory of M rows: the student's where G will be, the teacher's in
-the last rows, since rows of later blocks are not written yet:
+One block at a time has the logits of both models in memory. One buffer of M rows holds them. The student's logits stand
+where the block's G will be. The teacher's stand in the last rows, which no G has reached yet:
 
     row 0        o          o + p                M - p          M
         G of earlier blocks | student's | ...   | teacher's |         o + 2 p <= M
 
-Of the ways to cut a chunk so, the one whose GEMMs take the fewest waves of tiles: 1408 tokens of 128256 classes take
-42 in blocks of 768 and 640, 44 in blocks of 512, 512 and 384.
+`split_chunk` chooses the blocks whose GEMMs take the fewest waves of tiles. For example, 1408 tokens of 128256 classes
+take 42 waves in blocks of 768 and 640, but 44 in blocks of 512, 512 and 384.
 """
 
 import functools
@@ -28,22 +28,25 @@ from ..steps.gradients import Gradients
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank), M as above
 
-ROW_ALIGNMENT = 16  # numbers between rows of logits: 16 bytes of them are read at a time whatever V is
-# Of a block, where a chunk is to have more: fewer starve the logits' GEMMs, and read the weights more often.
+ROW_ALIGNMENT = 16  # rows of logits start at multiples of this: loads of 16 bytes then work for any V
+# The size of a block when tokens need several chunks. Smaller blocks make small logits GEMMs and read the weights more
+# often.
 ROWS_OF_BLOCK = 512
-WEIGHT_READ = 1.25  # a tile of linear_weight from memory, in the time of a tile of 128 rows (H200, 4.2 TB/s)
-LAUNCHES = 1  # what else a block takes, in waves
+WEIGHT_READ = 1.25  # time to read one tile of linear_weight from HBM, in tiles of 128 rows (H200, 4.2 TB/s)
+LAUNCHES = 1  # the remaining cost of a block, in waves
 
 
 class RowChunking(NamedTuple):
     chunks: list[slice]
-    blocks: list[list[slice]]  # of each chunk, from its first row
-    rows: int  # M
+    blocks: list[list[slice]]  # the blocks of each chunk, counted from its first row
+    rows: int  # M, the rows of the buffer
     product_bytes: int  # workspace for float32 products with linear_weight
 
 
 def chunk_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradients) -> RowChunking:
-    """In multiples of 128; the same on all ranks that share a vocabulary, whatever their shard."""
+    """Chunk sizes are multiples of 128. All ranks that share a vocabulary get the same chunks, whatever the size of
+    their shards.
+    """
     input, linear_weight, teacher_input = operands.input, operands.linear_weight, operands.teacher_input
     (tokens, hidden), size = input.shape, input.dtype.itemsize
     classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
@@ -51,8 +54,8 @@ def chunk_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradie
     apart = hidden * size * (gradients.input is None)
     of_both = 1 if teacher_input is None else 2
     tiles = triton.cdiv(classes, tiles_for(input).block_n)
-    of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # sums and maxima
-    # grad_input's products wait where the teacher's logits were
+    of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # row sums and tile maxima
+    # with a teacher model, grad_input's float32 products use the memory of the teacher's logits
     reserved = small_bytes() if teacher_input is None else small_bytes() // 8
     if teacher_input is not None and not fits_in_logits(teacher_input, classes, size):
         of_block += teacher_input.shape[1] * teacher_input.dtype.itemsize
@@ -77,15 +80,16 @@ def chunk_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradie
 
 
 def rows_in(memory: int, row_bytes: int) -> int:
-    """A multiple of 128, at least 128."""
+    """The most rows that fit in `memory`, as a multiple of 128; at least 128."""
     return max(memory // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
 
 
 @functools.lru_cache(maxsize=256)
 def split_chunk(rows: int, room: int, most: int, tiles: int, block_m: int, programs: int) -> list[slice]:
-    """Blocks of at most `most` rows; `tiles` are those of a GEMM along V."""
+    """Divides a chunk into blocks of at most `most` rows. `tiles` is the number of a GEMM's tiles along V."""
     ends = [*range(MULTIPLE, rows, MULTIPLE), rows]
-    cuts: dict[int, tuple[float, int, list[slice]]] = {0: (0.0, 0, [])}  # up to a row: waves, longest block, blocks
+    # for each row reached: waves so far, longest block, blocks
+    cuts: dict[int, tuple[float, int, list[slice]]] = {0: (0.0, 0, [])}
     for end in ends:
         found = []
         for start, (before, longest, blocks) in cuts.items():
@@ -100,9 +104,9 @@ def split_chunk(rows: int, room: int, most: int, tiles: int, block_m: int, progr
 
 
 def stored_dtype(input: Tensor, softcap: Tensor | None) -> torch.dtype:
-    """Of logits."""
+    """The dtype in which logits are stored."""
     if input.dtype == torch.float16 and softcap is None:
-        return torch.int16  # fixed_point.py, of logits that have a maximum
+        return torch.int16  # fixed_point.py; with a softcap there is no maximum to be relative to
     return torch.float16 if input.dtype.itemsize == 2 else input.dtype
 
 
@@ -111,5 +115,5 @@ def row_numbers(classes: int) -> int:
 
 
 def fits_in_logits(teacher_input: Tensor, classes: int, size: int) -> bool:
-    """Whether the teacher's rows can wait where the student's logits will be."""
+    """Whether the teacher's gathered rows fit in the memory of the student's logits."""
     return teacher_input.shape[1] * teacher_input.dtype.itemsize <= row_numbers(classes) * size

@@ -1,4 +1,4 @@
-"""Chunks of tokens of linear_kl_div: the logits of both models in 16 bits, then G in place of the student's.
+"""One chunk of tokens of linear_kl_div: the logits of both models in 16 bits, then G over the student's logits.
 
     rows, teacher's rows = the chunk's valid tokens                                                copy_rows.py
     t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
@@ -7,12 +7,13 @@
     grad_linear_weight += G.T @ rows            in float16 until the last chunk                    weight_gradient.py
     grad_input[rows]    = G @ linear_weight     in float32, rounded once; its splits where t was   input_gradient.py
 
-All three operators are this loop: forward makes no G, backward knows what rows add up to. The first four lines are done
-for a block of a chunk at a time (kl_div_chunking.py), because the teacher's logits are of no use once there is G: 4096
-tokens of 151936 classes take 4 chunks of 1024 in the default workspace, 6 of 768 with two matrices of a chunk. A
-teacher's probabilities are read where they are.
+All three operators run this loop. Forward makes no G. Backward starts from the row numbers that forward saved. The
+first four lines run for one block of the chunk at a time (kl_div_chunking.py), because the teacher's logits are not
+needed once G is made. So 4096 tokens of 151936 classes take 4 chunks of 1024 in the default workspace. With two
+matrices of a whole chunk they would take 6 of 768. A teacher's probabilities are read where they are.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,11 +50,11 @@ from .softmax_rows import (
 )
 
 # N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T
-# tiles
+# tiles along V
 
 
 class ForwardRows(NamedTuple):
-    """What forward found of every token, in nats."""
+    """What forward saved of every token, in nats."""
 
     shift: Tensor  # (2, N)
     teacher_shift: Tensor  # (2, N), or (2, 0)
@@ -69,7 +70,7 @@ def run_chunks(
     scale: RowScale | None = None,
     known: ForwardRows | None = None,
 ) -> list[slice]:
-    """The chunks it took."""
+    """Runs the step and returns its chunks."""
     chunking = chunk_rows(operands, options, gradients)
     step = KlDivStep(operands, options, valid_tokens, gradients, chunking)
     for chunk, blocks in zip(chunking.chunks, chunking.blocks, strict=True):
@@ -77,24 +78,24 @@ def run_chunks(
     return chunking.chunks
 
 
+@dataclass(eq=False)
 class KlDivStep:
-    """What the chunks of a step share."""
+    """The buffers that all chunks of a step share."""
 
-    def __init__(
-        self,
-        operands: KlDivOperands,
-        options: KlDivOptions,
-        valid_tokens: ValidTokens,
-        gradients: Gradients,
-        chunking: RowChunking,
-    ) -> None:
-        self.operands, self.options, self.valid_tokens, self.chunking = operands, options, valid_tokens, chunking
-        self.grad_input, grad_weight, self.bias_sum = gradients
+    operands: KlDivOperands
+    options: KlDivOptions
+    valid_tokens: ValidTokens
+    gradients: Gradients
+    chunking: RowChunking
+
+    def __post_init__(self) -> None:
+        operands, chunking = self.operands, self.chunking
+        self.grad_input, grad_weight, self.bias_sum = self.gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
         self.tile = tiles_for(input).block_n
-        dtype = stored_dtype(input, options.softcap)
+        dtype = stored_dtype(input, self.options.softcap)
         # of the student, then G; behind them the teacher's
         self.logits = input.new_empty(chunking.rows * row_numbers(self.classes), dtype=dtype)
         self.teacher_rows = None
@@ -129,7 +130,7 @@ class KlDivStep:
         self,
         valid_tokens: ValidTokens,
         tokens: Tensor,  # (n, D)
-        logits: Tensor,  # (n, V) out: the student's, then G
+        logits: Tensor,  # (n, V) out: the student's logits, then G
         results: RowResults,
         scale: RowScale | None,
         known: ForwardRows | None,
@@ -149,7 +150,7 @@ class KlDivStep:
     def softmaxes(
         self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor, known: ForwardRows | None
     ) -> tuple[Distributions, Tensor]:
-        """The distributions of a block, and (s, T, n) memory for sums of tiles."""
+        """Returns the distributions of a block, and (s, T, n) memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]
         logit_options = LogitOptions(options.softcap, options.logit_scale)
         models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
@@ -169,7 +170,7 @@ class KlDivStep:
             for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))
         ]
         sums = per_tile[len(models) :]
-        # the teacher first: its rows wait where the student's logits will be
+        # the teacher goes first: its gathered rows are in the memory of the student's logits
         for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
             store_logits(model, softmax, tile_sum, valid_tokens)
         for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
@@ -199,7 +200,7 @@ class KlDivStep:
             self.weight_gradient.add(columns, gradient, tokens, valid_tokens, first=valid_tokens.start == 0, last=last)
 
     def write_input(self, gradient: Tensor, chunk: slice, valid_tokens: ValidTokens) -> None:
-        """In place of the tokens."""
+        """Overwrites the tokens of the chunk with grad_input."""
         if self.grad_input is None:
             return
         columns = slice(0, self.classes)
@@ -210,7 +211,7 @@ class KlDivStep:
         product.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
-        """Flat float32: where the teacher's logits were, later rows of grad_input, or what the workspace has left."""
+        """Flat float32 memory: that of the teacher's logits, of later rows of grad_input, or a new buffer."""
         if self.operands.teacher_input is not None:
             rows = chunk.stop - chunk.start
             return float32_memory(self.logits[rows * row_numbers(self.classes) :])

@@ -1,18 +1,18 @@
-"""Stored logits and what makes them log-probabilities: the softmax of a model over the rows of a chunk.
+"""The stored logits of a model for the rows of a chunk, and the shift that turns them into log-probabilities.
 
     stored     u_ij = z_ij - tile_max_it          t the tile of column j; rounded to 16 bits
     log q_ij = (u_ij + (tile_max_it - shift_0i)) - shift_1i
 
-shift_0 is the row's maximum over this rank's columns, shift_1 the log of the softmax's denominator relative to it: one
-float32, their sum, would cost digits at large logits. Logits, maxima and shifts are in base 2 (times log2 e) but where
-nats are named.
+shift_0 is the row's maximum over this rank's columns. shift_1 is the log of the softmax's denominator relative to that
+maximum. Their sum in one float32 would lose digits at large logits. Logits, maxima and shifts are in base 2 (times log2
+e) unless nats are named.
 
-Where G needs dz/du of a softcap, what is stored are the logits before it, in nats: dz/du made of z would be a
-difference that cancels.
+If G needs dz/du of a softcap, the logits before the softcap are stored instead, in nats. Computing dz/du from z would
+cancel.
 
-float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile: what has the probability has
-the digits. bfloat16 would lose eight times as much, and an exponential in float16 ends 2^-24 below the largest. Of
-float16 operands u is a fixed-point number (fixed_point.py).
+float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile, so the entries with most of the
+probability are the most exact. bfloat16 would lose eight times as much, and an exponential in float16 underflows at
+2^-24 of the largest. For float16 operands u is a fixed-point number (fixed_point.py).
 """
 
 from typing import NamedTuple
@@ -37,16 +37,16 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 
 
 class Softmax(NamedTuple):
-    logits: Tensor  # (n, V) u; its rows are apart by a multiple of 16
+    logits: Tensor  # (n, V) u; rows start at multiples of 16 numbers
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
-    softcap: Tensor | None = None  # (), of logits that are stored before it
+    softcap: Tensor | None = None  # (), if the logits are stored before it
 
 
 class Linear(NamedTuple):
-    """A model's head, and its tokens."""
+    """A model's head, and the gathered tokens it is applied to."""
 
-    rows: Tensor  # (n, D) of the valid tokens
+    rows: Tensor  # (n, D) of valid tokens
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
     options: LogitOptions
@@ -90,7 +90,7 @@ def store_shift(
 
 
 def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, valid_tokens: ValidTokens) -> None:
-    """Logits and tile maxima of `softmax`; (T, n) sums of exp(u)."""
+    """Writes logits and tile maxima into `softmax`, and the (T, n) sums of exp(u) into `tile_sum`."""
     backend_for(model.rows).logits(
         model.rows,
         model.weight,
@@ -104,7 +104,7 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, valid_tokens
 
 
 def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) -> None:
-    """From those of this rank's columns to those of whole rows."""
+    """Replaces the denominators of this rank's columns by those of whole rows."""
     if ranks == 1:
         return
     own = torch.stack([softmax.shift for softmax in softmaxes])  # (k, 2, n)

@@ -1,15 +1,15 @@
 """The three GEMMs: logits, the gradient of the weight, the gradient of the input.
 
-backends.py              who makes them
-logits_gemm.py           a chunk of logits, consumed tile by tile in an epilogue: epilogues.py
-tile_sums.py             numbers of a row for each tile, added up
+backends.py              which implementation makes them
+logits_gemm.py           a chunk of logits; an epilogue consumes each tile: epilogues.py
+tile_sums.py             adds up the numbers that epilogues store for each row and tile
 weight_gradient.py       E.T @ (c input), summed over chunks
-    sum_scales.py        with which scales
-    overflow_rows.py     rows that overflow theirs
-    transposed_tiles.py  where the last block of features is at most half full
+    sum_scales.py        the scales of that sum
+    overflow_rows.py     rows that overflow their scale
+    transposed_tiles.py  transposed tiles, for a last block of features that is at most half full
 input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
-tma.py                   matrices as tensor maps
+tma.py                   tensor maps of matrices, for TMA
 device.py, tiles.py      the device; tile shapes
-padded_features.py       a D that is no multiple of 16: copies with zeros behind, where they fit
+padded_features.py       a D that is no multiple of 16: copies padded with zeros, if they fit the workspace
 """

@@ -1,11 +1,12 @@
-"""Who makes the three products of a head: a row of BACKENDS each. The steps know a GEMM by no other name.
+"""Which implementation makes the three products of a head: one row of BACKENDS each. The steps call GEMMs only through
+this table.
 
     logits             epilogue(rows @ linear_weight.T), a tile at a time           logits_gemm.py, epilogues.py
     weight_gradient    the sum of E.T @ rows over chunks of tokens                  weight_gradient.py
     input_gradient     finish(the sum of E @ linear_weight over slices of V)        input_gradient.py
 
-The first row that takes a matrix of an operand's dtype on its device makes all three. The epilogues are named by what
-they read and write, ExpSum, MaxSum and Gradient; how tokens are cut follows from the tiles of tiles.py.
+The first row that takes the dtype and device of an operand makes all three products. An epilogue is named by the tuple
+it reads and writes: ExpSum, MaxSum or Gradient. How tokens are chunked follows from the tile shapes in tiles.py.
 """
 
 from collections.abc import Callable

@@ -39,12 +39,12 @@ def weight_tiles_for(grad_weight: Tensor) -> Tiles:
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
-    """Of the weight's gradient where it is added to a buffer: tensor maps bring the half operands alone."""
+    """Tiles of the weight gradient if it is added to a buffer. Tensor maps then only load the half operands."""
     return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
 
 
 def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
-    """Of at most 128 rows where only live tiles are multiplied."""
+    """With `live`, tiles that only multiply live blocks: they have at most 128 rows."""
     columns = linear_weight.shape[1]
     hopper = "hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
     if columns <= 64 and not live:
@@ -53,7 +53,7 @@ def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
 
 
 def takes_tma(matrix: Tensor) -> bool:
-    """Its layout and the device allow tensor maps."""
+    """Whether the matrix's layout and the device allow tensor maps."""
     planned = matrix.is_meta and compiling.get() is None
     return on_tma_device(matrix) and (planned or fits_tma(matrix))
 
@@ -63,7 +63,7 @@ def on_tma_device(tensor: Tensor) -> bool:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Of tensors without a device the one that kernels are compiled for, or an H200, for which the planner cuts."""
+    """For a meta tensor: the GPU that kernels are compiled for ahead of time, or an H200, which the planner assumes."""
     if device.type != "meta":
         return chip_of_gpu(device)
     ahead = compiling.get()
@@ -87,5 +87,5 @@ def chip_of_gpu(device: torch.device) -> Chip:
 
 def multiprocessors(tensor: Tensor) -> int:
     if interpreted(tensor):
-        return 4  # enough programs that tiles are shared out unevenly
+        return 4  # enough programs that the interpreter meets uneven shares of tiles
     return chip_of(tensor.device).multiprocessors

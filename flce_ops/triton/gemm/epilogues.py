@@ -1,4 +1,5 @@
-"""What the logits GEMM (logits_gemm.py) does with a tile z of logits, in float32 and in base 2 (z log2 e).
+"""Epilogues of the logits GEMM (logits_gemm.py): what happens to a tile z of logits, in float32 and in base 2 (z log2
+e).
 
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
@@ -7,7 +8,8 @@
     max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
-What they return is rounded and stored by the GEMM. Each takes the tuple above it, whose absent fields are None.
+An epilogue returns the tile that the GEMM rounds and stores. Each takes the named tuple that stands above it. Fields
+that are None are left out.
 """
 
 from typing import NamedTuple
@@ -40,13 +42,13 @@ def in_vocabulary(values, col_mask, other, EVEN_V: tl.constexpr):
 
 @triton.jit
 def reference_logits(pointer, rows, row_mask):
-    """inf where there is no token: its logits, of an input of zeros, have exponentials of 0."""
+    """inf for rows without a token: their logits are 0, so their exponentials become 0."""
     return tl.load(pointer + rows, mask=row_mask, other=float("inf"))
 
 
 @triton.jit
 def store_sum(out_ptr, values, offsets, row_mask):
-    """Of each row's values in a tile; nothing where there is no place for it."""
+    """Stores the sum of each row's values in a tile, unless `out_ptr` is None."""
     if out_ptr is not None:
         tl.store(out_ptr + offsets, tl.sum(values, 1), mask=row_mask)
 
@@ -54,15 +56,17 @@ def store_sum(out_ptr, values, offsets, row_mask):
 class ReferenceClass(NamedTuple):
     """The class of each row whose logit is the reference, (n,) each.
 
-    That logit is a dot product of its own, in another order than the GEMM's. Where a row is nearly sure of the class,
-    its entropy is far smaller than their difference, so there the GEMM's gives way.
+    The reference is a dot product made elsewhere, in another order of summation than the GEMM's. If a row gives the
+    class nearly all of its probability, its entropy is far smaller than the difference of the two results. So the
+    epilogue replaces the GEMM's logit by the reference.
     """
 
-    column: Tensor  # int64, -1 for 0
-    logit: Tensor  # a rescue leaves it as it is
+    column: Tensor  # int64; -1 is read as class 0
+    logit: Tensor  # unchanged by a rescue
 
 
-PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "total"  # of what follows
+# fields of ExpSum with one row a tile
+PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "total"
 
 
 class ExpSum(NamedTuple):
@@ -75,9 +79,9 @@ class ExpSum(NamedTuple):
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
     squares: Tensor | None = None  # (T, n) out, sum_cols E^2
     total: Tensor | None = None  # (T, n) out, sum_cols z
-    quantization: Quantization | None = None  # its maxima out
+    quantization: Quantization | None = None  # its maxima are written
     reference_class: ReferenceClass | None = None
-    first_column: int = 0  # of these classes
+    first_column: int = 0  # the class of column 0
 
     def of(self, tiles: slice, columns: slice) -> "ExpSum":
         own = {name: part[tiles] for name in PER_TILE if (part := getattr(self, name)) is not None}
@@ -106,7 +110,7 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         tl.store(operands.argmax + partial_offset, column, mask=row_mask)
     result = in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V)
     store_sum(operands.partial, result, partial_offset, row_mask)
-    # a bias of -inf has exponential 0, whose product is 0
+    # a bias of -inf gives an exponential of 0, and 0 * -inf would be nan
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)
     store_sum(operands.squares, result * result, partial_offset, row_mask)
@@ -128,7 +132,7 @@ def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     partial_offset = tile.to(tl.int64) * row_distance(n) + rows
     z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
     row_max = tl.max(z, 1)
-    finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only: sum 0, not nan
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only has sum 0, not nan
     z -= finite[:, None]
     store_sum(operands.partial, tl.exp2(z), partial_offset, row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
@@ -140,7 +144,7 @@ class Gradient(NamedTuple):
     row_factor: Tensor  # (n,)
     class_weight: Tensor | None = None  # (V,) float32
     sum_factor: Tensor | None = None  # (n,)
-    shift_factor: Tensor | None = None  # (n,) of z - reference in base 2
+    shift_factor: Tensor | None = None  # (n,), multiplies z - reference in base 2
 
     def of(self, rows: slice) -> "Gradient":
         reference, row_factor, class_weight, *others = self

@@ -5,12 +5,14 @@
       n │       E       │  @   V │   W   │     grad_input_i = c_i (E @ W)_i + residual_i W_(column_i)  (+ m_i wW)
         └───────────────┘        └───────┘
 
-residual_i is what rounding took from the target's entry of E (finish_rows.py), m wW what smoothing.py adds.
+residual_i is what rounding took from the target's entry of E (finish_rows.py). m wW is what label smoothing adds
+(smoothing.py).
 
-V may be split into S ranges whose products wait in float32 memory until they are added (split_k.py). One split is
-finished where it is made and needs no memory.
+V may be split into S ranges, whose products wait in float32 memory until they are added (split_k.py). With S = 1, the
+GEMM's epilogue writes grad_input and needs no such memory.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -26,16 +28,16 @@ from .tma import descriptors, fits_tma, load_tile, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
 
-ClassSlices = list[tuple[slice, Tensor]]  # columns of the vocabulary, (n, columns) of E
+ClassSlices = list[tuple[slice, Tensor]]  # classes, and their (n, v) columns of E
 
 
 class Finish(NamedTuple):
-    """What makes grad_input of the product; (n,) each but the last."""
+    """What turns the product E @ W into grad_input. All are (n,) except the last."""
 
     row_factor: Tensor | None = None  # c_i; None for 1
-    column: Tensor | None = None  # int64, the target's, -1 where there is none; with the next
+    column: Tensor | None = None  # int64, the target's class, -1 for none; given together with `residual`
     residual: Tensor | None = None
-    outer_row: Tensor | None = None  # times the next: a matrix of rank 1 that is added
+    outer_row: Tensor | None = None  # outer_row times outer_column is added, a matrix of rank 1
     outer_column: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
@@ -73,8 +75,8 @@ def finished_tile(
 def input_gradient_kernel(
     exponentials_ptr,  # (n, v): tensor descriptor with USE_TMA, else a pointer
     classes_ptr,  # (v, D): likewise, rows of linear_weight
-    weight_ptr,  # (V, D)
-    product_ptr,  # (S, count, D) float32; out, or added to
+    weight_ptr,  # (V, D), all of linear_weight
+    product_ptr,  # (S, count, D) float32: written, or added to
     out_ptr,  # (n, D) out
     finish,  # Finish
     valid_tokens,  # ValidTokens
@@ -82,14 +84,14 @@ def input_gradient_kernel(
     n,
     D,
     v,
-    numbers,  # of `product`
-    depth_of_splits,  # steps of the longest slice's main loop: all slices are split as often
+    numbers,  # how many float32 numbers `product` holds
+    depth_of_splits,  # main-loop steps of the longest slice: all slices get the same number of splits
     stride_exponentials_n,
     stride_weight_v,
     stride_weight_d,
     stride_out_n,
     WHOLE: tl.constexpr,  # the slice is all of V
-    FIRST: tl.constexpr,  # of the slices
+    FIRST: tl.constexpr,  # this is the first slice
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens
     BLOCK_N: tl.constexpr,  # features
@@ -155,13 +157,13 @@ def finish_product_kernel(
     stride_weight_d,
     stride_out_n,
     WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # of the GEMM's tiles, as the next two
+    BLOCK_M: tl.constexpr,  # these three describe the GEMM's tiles
     BLOCK_N: tl.constexpr,
     PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The sum of the splits, finished."""
+    """Adds the splits and finishes the sum."""
     count = valid_rows(valid_tokens, n)
     splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -181,32 +183,25 @@ def finish_product_kernel(
         store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
 
 
+@dataclass(eq=False)
 class InputGradient:
-    """grad_input of a chunk, from the slices of its E one after another."""
+    """grad_input of a chunk, which `add` receives one slice of E at a time."""
 
-    def __init__(
-        self,
-        out: Tensor,  # (n, D) rows of grad_input
-        linear_weight: Tensor,  # (V, D)
-        finish: Finish,
-        valid_tokens: ValidTokens,
-        columns: list[slice],  # of the slices
-        product: Tensor,  # flat float32 memory; of several slices it has to hold (n, D) numbers
-        live: Steps = EVERY_STEP,  # of one slice
-    ) -> None:
-        assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
-        self.out, self.linear_weight, self.finish, self.valid_tokens, self.product = (
-            out,
-            linear_weight,
-            finish,
-            valid_tokens,
-            product,
-        )
-        self.live, self.programs = live, multiprocessors(out)
-        self.tiles = input_tiles_for(linear_weight, live=live.number is not None)
-        self.whole = len(columns) == 1
-        self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
-        self.numbers = min(product.shape[0], 2**31 - 1)
+    out: Tensor  # (n, D) rows of grad_input
+    linear_weight: Tensor  # (V, D)
+    finish: Finish
+    valid_tokens: ValidTokens
+    columns: list[slice]  # of the slices
+    product: Tensor  # flat float32 memory; of several slices it has to hold (n, D) numbers
+    live: Steps = EVERY_STEP  # of one slice
+
+    def __post_init__(self) -> None:
+        self.whole = len(self.columns) == 1
+        assert self.out.stride(1) == 1 and (self.whole or self.product.shape[0] >= self.out.numel())
+        self.programs = multiprocessors(self.out)
+        self.tiles = input_tiles_for(self.linear_weight, live=self.live.number is not None)
+        self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
+        self.numbers = min(self.product.shape[0], 2**31 - 1)
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
         assert exponentials.stride(1) == 1
@@ -240,9 +235,10 @@ class InputGradient:
     def close(self) -> None:
         n, hidden = self.out.shape
         if self.whole and self.numbers < 2 * hidden:
-            return  # there is one split, whatever the count is
+            return  # there is no room for a second split, whatever the count is
         rows, columns = 8, 256
-        # some 16 programs a multiprocessor: one for each block of 4096x4096 took 9 us to leave where no token is valid
+        # About 16 programs a multiprocessor. With one program for each block of 4096x4096, returning took 9 us when no
+        # token is valid.
         blocks = min(triton.cdiv(n, rows), triton.cdiv(16 * self.programs, triton.cdiv(hidden, columns)))
         finish_product_kernel[(blocks, triton.cdiv(hidden, columns))](
             self.product,

@@ -1,4 +1,4 @@
-"""The GEMM that makes a chunk of logits and consumes each tile in its epilogue, in float32, before anything is rounded.
+"""The GEMM that makes a chunk of logits. Its epilogue consumes each float32 tile before anything is rounded.
 
                      D               V
                ┌───────────┐    ┌──┬──┬──┬──┐    persistent programs walk the tiles of (n, V);
@@ -9,17 +9,17 @@
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
                         + the product of a low-rank pair, if there is one              (low_rank_pair.py)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
-    result = epilogue(z)  and what it sums by rows, a number a row and tile                          (epilogues.py)
-             0 behind the valid tokens' rows up to the end of their tile                           (valid_tokens.py)
-    out = result dz/du / logit_scale, rounded once; optional            (max_sum's: without dz/du, or instead of it the
-                                                                         logits before the softcap)
+    result = epilogue(z), which also stores sums, one number a row and tile             (epilogues.py)
+             0 in the rows of a tile behind the valid tokens                            (valid_tokens.py)
+    out = result dz/du / logit_scale, rounded once; optional            (max_sum: without dz/du, or the logits
+                                                                         before the softcap)
 
-"exp_sum" takes any reference within 40 nats under the row's largest logit: what is rounded to bfloat16 is the
-exponential, whose relative error does not depend on the reference. The target's own logit is such a number for every
-token whose loss is under 40 nats, it costs N dot products, and it saves the epilogue its max reduction.
-`flce_ops/triton/steps/exponentials.py` says what happens to the other tokens.
+The epilogue "exp_sum" works with any reference that is at most 40 nats below the row's largest logit. It rounds the
+exponential to bfloat16, and the relative error of that does not depend on the reference. The target's own logit is such
+a reference for every token whose loss is under 40 nats. It costs N dot products and saves the epilogue a maximum over
+the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
 
-All logits, references and logarithms here are in base 2 (z * log2 e): exp2 is the hardware's instruction.
+All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
 import torch
@@ -41,42 +41,56 @@ from .tma import block_of_tile, descriptors, fits_tma, load_tile, store_tile
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, where w < 2.5: minimax, relative to tanh(y)
+# Coefficients of (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, for w < 2.5: minimax, relative to tanh(y).
 TANH = tl.constexpr((-4.0037299e-2, 1.9218430e-3, -9.1303815e-5, 3.4282380e-6))
-# exp2 sums up to here leave float32 and bfloat16 room for the products and the sums over V that follow.
+# Sums of exponentials up to this limit leave float32 and bfloat16 room for the products and the sums over V that
+# follow.
 LARGEST_SUM = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def base2_logits(acc, bias, logit_options, logit_scale, softcap):
-    """(z log2 e, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
+def loaded(logit_options):
+    """LogitOptions with numbers in place of pointers."""
+    softcap = None
+    if logit_options.softcap is not None:
+        softcap = number(logit_options.softcap)
+    return LogitOptions(softcap, number(logit_options.logit_scale))
 
-    `logit_options` says which options there are, the two numbers after it were loaded from its pointers.
+
+@triton.jit
+def base2_logits(acc, bias, options, UNIT: tl.constexpr = LOG2E):
+    """(z UNIT, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
+
+    `options` are LogitOptions that were loaded.
     """
+    logit_scale, softcap = options.logit_scale, options.softcap
     if bias is not None:
         acc = acc + bias
-    if logit_options.softcap is not None:
+    if softcap is not None:
         # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
         # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
         y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
         e = tl.exp2(tl.where(y2 > 126.0, 126.0, y2))
         inverse = 1.0 / (1.0 + e)
-        # Below |y| = 0.55 that tanh cancels: off by 6e-8 whatever y is. There z is u times tanh(y) / y, a polynomial in
-        # y2^2 with a relative error of 3e-8, so that a large cap leaves the digits of u. 8 instructions on 11 to 15.
+        # Below |y| = 0.55 that form of tanh cancels: its absolute error is 6e-8 whatever y is. There z is u times
+        # tanh(y) / y, a polynomial in y2^2 with a relative error of 3e-8, so a large cap keeps all digits of u. It adds
+        # 8 instructions to 11 to 15.
         square = y2 * y2
         tanh_by_y = 1.0 + square * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
-        small = acc * (logit_scale * LOG2E) * tanh_by_y
-        z = tl.where(square < 2.5, small, (1.0 - 2.0 * inverse) * (softcap * LOG2E))
+        small = acc * (logit_scale * UNIT) * tanh_by_y
+        z = tl.where(square < 2.5, small, (1.0 - 2.0 * inverse) * (softcap * UNIT))
         dz_du = 4.0 * inverse * (e * inverse)
     else:
-        z = acc * (logit_scale * LOG2E)
+        z = acc * (logit_scale * UNIT)
         dz_du = acc
     return z, dz_du
 
 
 @triton.jit
 def exceeds(guard_ptr):
-    """True for sums above LARGEST_SUM and for nan. The guard holds a non-negative float: its bits order alike."""
+    """True for sums above LARGEST_SUM and for nan. The guard holds the bits of a non-negative float, which order as the
+    float does.
+    """
     largest_sum = tl.load(guard_ptr).to(tl.float32, bitcast=True)
     return (largest_sum > LARGEST_SUM) | (largest_sum != largest_sum)
 
@@ -88,11 +102,11 @@ def logits_gemm_kernel(
     out_ptr,  # (n, V): likewise, out; None where nothing is stored
     bias_ptr,  # (V,) or None
     logit_options,  # LogitOptions
-    operands,  # of the epilogue: ExpSum, MaxSum, Gradient
-    pair_input_ptr,  # (n, r): as input_ptr; None where there is no pair
+    operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
+    pair_input_ptr,  # (n, r): as input_ptr; None without a pair
     pair_weight_ptr,  # (V, r)
-    class_scale_ptr,  # (V,) float32; None for 1: multiplies the products, and what is stored
-    guard_ptr,  # () int32, bits of the largest row sum of an earlier pass, without which this one runs; or None
+    class_scale_ptr,  # (V,) float32; multiplies the products and the stored result; None for 1
+    guard_ptr,  # () int32, bits of an earlier pass's largest row sum; returns unless it is too large; None: always run
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
     D,
@@ -116,10 +130,9 @@ def logits_gemm_kernel(
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
     FIXED_POINT: tl.constexpr,
-    RANK: tl.constexpr,  # of the pair, contiguous
+    RANK: tl.constexpr,  # r of the pair, contiguous; 0 without one
 ):
-    logit_scale = number(logit_options.logit_scale)
-    softcap = number(logit_options.softcap)
+    numbers = loaded(logit_options)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
@@ -142,7 +155,7 @@ def logits_gemm_kernel(
             if USE_TMA:
                 inputs, weights, step = input_ptr, weight_ptr, k
                 if RANK > 0:
-                    if k >= depth:  # one address or the other of a tensor map: the loop stays one
+                    if k >= depth:  # selects one of two tensor maps, so that one loop serves both products
                         inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
                 a = inputs.load([row_start, step * BLOCK_K])
                 b = weights.load([col_start, step * BLOCK_K])
@@ -159,11 +172,11 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, logit_options, logit_scale, softcap)
+        z, dz_du = base2_logits(acc, bias, numbers)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if out_ptr is not None:
             if BEFORE_SOFTCAP:
-                result = (acc if bias is None else acc + bias) * logit_scale
+                result = (acc if bias is None else acc + bias) * numbers.logit_scale
             elif FIXED_POINT:
                 result = to_fixed_point(result)
             elif SLOPED:
@@ -173,7 +186,7 @@ def logits_gemm_kernel(
             if USE_TMA:
                 rounded = result.to(out_ptr.dtype)
                 if STORE_HALVES:
-                    # half the staging buffer in shared memory: room for one more stage of the main loop
+                    # a staging buffer of half the size leaves shared memory for one more stage of the main loop
                     halves = tl.permute(tl.reshape(rounded, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
                     left, right = tl.split(halves)
                     out_ptr.store([row_start, col_start], left)
@@ -181,7 +194,7 @@ def logits_gemm_kernel(
                 else:
                     out_ptr.store([row_start, col_start], rounded)
             else:
-                # zeros behind the valid rows, as TMA stores them
+                # also writes zeros behind the valid rows, as TMA does
                 store_tile(out_ptr, result, rows, cols, rows < n, col_mask, stride_out_n)
 
 
@@ -195,8 +208,8 @@ def launch_logits_gemm(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
-    before_softcap: bool = False,  # what is stored, in nats, in place of the result
-    pair: Pair = NO_PAIR,  # whose product is added
+    before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
+    pair: Pair = NO_PAIR,  # a low-rank pair whose product is added
     tiles: LogitsTiles | None = None,
 ) -> None:
     assert out is None or out.stride(1) == 1
@@ -234,7 +247,8 @@ def launch_logits_gemm(
         FLATTEN=tiles.flatten,
         WARP_SPECIALIZE=tiles.warp_specialize,
         STORE_HALVES=tiles.store_halves,
-        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),  # whose result are logits
+        # MaxSum's result is logits, not a gradient
+        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),
         BEFORE_SOFTCAP=before_softcap,
         FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
         RANK=pair.rank,

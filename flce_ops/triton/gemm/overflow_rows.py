@@ -1,14 +1,15 @@
-"""Rows of a tile of grad_linear_weight whose products overflow their scale: made again, and added under a new scale.
+"""Rows of a tile of grad_linear_weight whose products overflow their scale: makes them again and adds them under a new
+scale.
 
-A later chunk (weight_gradient.py) leaves such rows out and marks them, each in its scale's byte. They are of rare
-classes that are a target for the first time: a few in a chunk of few tokens, where many chunks share a scale's room.
-The launch behind each chunk leaves at once where no chunk has marked any; else
+A later chunk (weight_gradient.py) skips such rows and sets bit 0 of their scale's byte, the mark. They belong to rare
+classes that are a target for the first time. There are a few in a chunk of few tokens, where many chunks share a
+scale's room. The kernel below runs after each later chunk. It returns immediately if no row is marked. Otherwise:
 
     for LOOK blocks of classes at a time:        one read of their marks, for one block of features
         for a block of which a row is marked:    acc = E.T @ (c input),  sum scale + acc  under a new scale
 
-so that looking takes a few reads a program. H200, 16384x2048x128256 in chunks of 384 tokens: 270 us a chunk when every
-tile was looked at by itself and went through the epilogue, half as long as the chunk's products.
+So a program looks for marks with a few reads. On an H200, 16384x2048x128256 in chunks of 384 tokens, looking at every
+tile separately and running its epilogue took 270 us a chunk, half as long as the chunk's products.
 """
 
 import triton
@@ -25,7 +26,7 @@ from .tma import descriptors
 
 # n tokens of a chunk, D hidden, V vocabulary
 
-LOOK = 16  # blocks of classes
+LOOK = 16  # blocks of classes whose marks are read at once
 
 
 @Kernel
@@ -33,11 +34,11 @@ def overflow_rows_kernel(
     exponentials_map,  # (n, V)
     rows_map,  # (n, D), c input
     sum_ptr,  # (V, D) float16
-    exponent_ptr,  # (features' blocks, V) uint8, of the scales; and 1 where a row is marked
-    guard_ptr,  # () int32: whether any is
+    exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks a row
+    guard_ptr,  # () int32, nonzero if any row is marked
     valid_tokens,  # ValidTokens
-    blocks,  # Steps, the blocks of classes that are made
-    live,  # Steps
+    blocks,  # Steps, the blocks of classes to visit
+    live,  # Steps, the blocks of tokens to multiply
     n,
     D,
     V,
@@ -48,7 +49,7 @@ def overflow_rows_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
 ):
-    """A program has one block of features, and every so many of classes."""
+    """A program has one block of features, and every `stride`-th block of classes."""
     SPLIT: tl.constexpr = LIVE // BLOCK_M
     feature_blocks = tl.cdiv(D, BLOCK_N)
     feature_block = tl.program_id(0) % feature_blocks
@@ -94,7 +95,7 @@ def overflow_rows_kernel(
 
 
 def launch_overflow_rows(
-    total: Sum,  # of which the marked rows are added to
+    total: Sum,  # the sum to which the marked rows are added
     exponentials: Tensor,  # (n, V)
     rows: Tensor,  # (n, D)
     valid_tokens: ValidTokens,

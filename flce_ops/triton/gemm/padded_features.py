@@ -1,11 +1,11 @@
-"""D that is no multiple of 16: zeros are put behind the features.
+"""If D is no multiple of 16, pads the features with zeros.
 
-No tensor map addresses rows that are not multiples of 16 bytes, and of a stride that 16 divides, as Triton is told, a
-tile is stored in whole vectors. input, linear_weight and their gradients exist a second time then, so this is done
-where three quarters of the workspace hold the copies.
+A tensor map needs rows of a multiple of 16 bytes. Triton stores a tile in whole vectors only if it knows that 16
+divides the stride. The padded copies of input, linear_weight and their gradients are made only if they fit three
+quarters of the workspace.
 
-H200, GPU time of a step in ms: 8192x2052x32000 37 by pointers; D = 2056 7.1, of it 3.1 for grad_input; D = 2064 5.6,
-1.8; the four copies of 2052 0.19.
+H200, GPU time of a step in ms. 8192x2052x32000 by pointers: 37. D = 2056: 7.1, of which grad_input takes 3.1. D = 2064:
+5.6, of which grad_input takes 1.8. The four copies at D = 2052 take 0.19.
 """
 
 import functools
@@ -25,7 +25,7 @@ MULTIPLE = 16
 
 
 def with_padded_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
-    """A launcher whose results of two dimensions are (N, D) or (V, D), but for those of another dtype."""
+    """For a launcher whose two-dimensional results of the input's dtype are all (N, D) or (V, D)."""
 
     @functools.wraps(launch)
     def run(call: Any) -> tuple[Tensor, ...]:
@@ -39,7 +39,7 @@ def with_padded_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callabl
         call.operands = call.operands._replace(input=input, linear_weight=linear_weight)
         call.notes += (f"{missing} features of zeros added",)
         if isinstance(call, Forward):
-            call.main_grad = None  # of as many features as there were; only backward writes it
+            call.main_grad = None  # main_grad has the unpadded number of features, and only backward writes it
         with reserved(copies):
             results = launch(call)
         is_matrix = [result.dim() == 2 and result.dtype == input.dtype for result in results]

@@ -1,9 +1,9 @@
-"""S, how many ways V is split for grad_input (split-K), and the memory that their products wait in.
+"""S, the number of ranges V is split into for grad_input (split-K), and the memory where their products wait.
 
-Tiles of (n, D) are few and each is long. Where they do not fill the multiprocessors evenly, V is split into S ranges
-whose products wait in float32 memory until they are added: 1408 tokens of 4096 features are 176 tiles, 1.33 waves of
-132 programs; in three splits 528, 4 waves of a third. The device takes the best S that the memory allows, since it
-alone knows how many tokens there are.
+The (n, D) output has few tiles, and each runs long. If they do not fill the multiprocessors evenly, V is split into S
+ranges, whose products wait in float32 memory until they are added. For example, 1408 tokens of 4096 features are 176
+tiles, 1.33 waves of 132 programs; three splits make 528 tiles, 4 waves of a third of the length. The device chooses the
+best S that the memory allows, since only the device knows how many tokens are valid.
 
                                                H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
 """
@@ -18,12 +18,12 @@ from .tiles import Tiles
 # D hidden
 
 MOST_SPLITS = tl.constexpr(16)
-TILE_OVERHEAD = tl.constexpr(8)  # of filling the pipeline and storing a tile, in steps of its main loop
+TILE_OVERHEAD = tl.constexpr(8)  # the cost of filling the pipeline and storing a tile, in main-loop steps
 
 
 @triton.jit
 def splits_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """S, of those whose products fit `numbers` the one whose waves of PROGRAMS tiles are the shortest."""
+    """The number S of splits whose waves of PROGRAMS tiles take the fewest steps, within `numbers` floats."""
     tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
     splits = 1 + tl.arange(0, MOST_SPLITS)
     waves = (tiles * splits + PROGRAMS - 1) // PROGRAMS
@@ -33,7 +33,7 @@ def splits_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.cons
 
 
 def steps_and_splits(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: Tiles) -> tuple[int, int]:
-    """Steps of the main loop and S as the device takes them for so many tokens."""
+    """Returns the main-loop steps and S that the device chooses for this many tokens."""
     count = triton.cdiv(rows, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
     most = min(max(numbers // (rows * hidden), 1), MOST_SPLITS.value)
     return min(
@@ -43,9 +43,9 @@ def steps_and_splits(rows: int, hidden: int, depth: int, numbers: int, programs:
 
 
 def float32_memory(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as flat float32, from the first multiple of 16 bytes to the last.
+    """A contiguous tensor's memory as flat float32, from the first multiple of 16 bytes to the last.
 
-    Empty where there is none.
+    Empty if there is no such range.
     """
     numbers = tensor.view(-1)
     first = -numbers.storage_offset() % 8

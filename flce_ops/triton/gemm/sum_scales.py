@@ -1,4 +1,4 @@
-"""What the sum of grad_linear_weight between chunks is stored in: a scale for each row of a tile
+"""How the sum of grad_linear_weight is stored between chunks: as float16, with a scale for each row of a tile
 (weight_gradient.py).
 """
 
@@ -8,20 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A scale is at most 2^ROOM times the largest number of its row. With more room small numbers lose bits; with less,
-# classes that are a target in a later chunk first overflow their scale more often.
+# A scale is at most 2^ROOM times the largest number of its row. With more room, small numbers lose bits. With less,
+# rows of classes that first become a target in a later chunk overflow their scale more often.
 ROOM = tl.constexpr(6)
-# Where each chunk chooses anew: the largest is below 2^15, whatever is above 2^-27 of it has 11 bits.
+# If each chunk chooses new scales, the largest number of a row is below 2^15 times its scale, and numbers above 2^-27
+# of it keep 11 bits.
 NO_ROOM = tl.constexpr(-13)
-LARGEST_SUM = 2**15  # times the scale: half of float16's largest number
+LARGEST_SUM = 2**15  # half of float16's largest number, in units of the scale
 
 
 class Sum(NamedTuple):
-    """grad_linear_weight, or some of its classes, between chunks."""
+    """The sum of grad_linear_weight, or of some of its classes, between chunks."""
 
-    numbers: Tensor  # (V, D) float16, for float32 results float32
-    exponents: Tensor | None = None  # (features' blocks, V) uint8, of the scales; and 1 where a row of a tile is marked
-    guard: Tensor | None = None  # () int32: whether any is
+    numbers: Tensor  # (V, D) float16; float32 if the result is float32
+    # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
+    exponents: Tensor | None = None
+    guard: Tensor | None = None  # () int32, nonzero if any row is marked
 
     def of(self, columns: slice) -> "Sum":
         exponents = None if self.exponents is None else self.exponents[:, columns]
@@ -30,14 +32,14 @@ class Sum(NamedTuple):
 
 @triton.jit
 def largest_of_rows(tile):
-    """Of what is finite: nan and inf stand for themselves under any scale."""
+    """The largest finite number of each row: nan and inf are the same under any scale."""
     tile = tl.abs(tile)
     return tl.max(tl.where(tile < float("inf"), tile, 0.0), 1)
 
 
 @triton.jit
 def exponent_of(largest, room: tl.constexpr):
-    """Of the scale: as float32 has it, even, and such that scales and their inverses are normal numbers."""
+    """The biased float32 exponent of the scale: even, and such that the scale and its inverse are normal numbers."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) + room
     return tl.minimum(tl.maximum(exponent, 28), 250) & -2
 
@@ -49,8 +51,8 @@ def power_of_two(exponent):
 
 @triton.jit
 def scaled_products(products, exponent_ptr, mask, guard_ptr, room, AXIS: tl.constexpr):
-    """A later chunk's products, along AXIS of one scale; 0 and a mark for the classes where one exceeds `room` times
-    its scale.
+    """The products of a later chunk, divided by their scales, which are constant along AXIS. If a product exceeds
+    `room`, its whole row becomes 0 and is marked.
     """
     exponent = tl.load(exponent_ptr, mask=mask, other=126).to(tl.int32) & -2
     products *= power_of_two(254 - exponent)

@@ -1,6 +1,6 @@
-"""Numbers of a row for each tile of the vocabulary, (T, n), become numbers of the row, (n,).
+"""Adds up numbers that epilogues store for each row and tile of the vocabulary: (T, n) becomes (n,).
 
-In memory they are (T, n'), where n' is n rounded up to a multiple of 16.
+In memory the tiles' numbers are (T, n'), where n' is n rounded up to a multiple of 16.
 """
 
 import triton
@@ -11,9 +11,10 @@ from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, row_distance, valid_rows
 from .logits_gemm import LARGEST_SUM, exceeds
 
-# n rows of a chunk, T tiles along the vocabulary, s sums of each
+# n rows of a chunk, T tiles along the vocabulary, s sums of each row
 
-# All tiles of 16 rows in one or two reads, as most have left the L2: 7 us at 1024 x 256000, 32 x 32 takes 21.
+# A program reads all tiles of 16 rows in one or two loads, because most have left the L2: 7 us at 1024 x 256000. Blocks
+# of 32 x 32 take 21 us.
 BLOCKS = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
 
 
@@ -21,7 +22,7 @@ BLOCKS = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
 def sum_tiles_kernel(
     partial_ptr,  # (s, T, n)
     row_sum_ptr,  # (s, n) out
-    guard_ptr,  # () int32, raised to the largest row sum's bits; read instead where GUARDED; None for neither
+    guard_ptr,  # () int32: bits of the largest row sum, written; with GUARDED, read; or None
     valid_tokens,  # ValidTokens
     n,
     T,
@@ -43,7 +44,8 @@ def sum_tiles_kernel(
             partial_ptr + (which * T + t).to(tl.int64)[:, None] * row_distance(n) + rows[None, :], mask=mask, other=0.0
         )
     total = tl.sum(acc, 0)
-    # not (rows < n) & (end > 0): a scalar in a mask makes it integers, which Triton 3.9's interpreter refuses
+    # `(rows < n) & (end > 0)` would be a mask of integers, because of its scalar, and Triton 3.9's interpreter refuses
+    # that
     tl.store(row_sum_ptr + which * n + rows, total, mask=rows < tl.where(end > 0, count, 0))
     if not GUARDED and guard_ptr is not None:
         bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -55,8 +57,8 @@ def launch_sum_tiles(
     row_sum: Tensor,  # (n,), or (s, n); out
     valid_tokens: ValidTokens,
     *,
-    raises: Tensor | None = None,  # () int32, to the bits of the largest sum
-    guarded_by: Tensor | None = None,  # () int32: nothing is done unless it says that a sum was too large
+    raises: Tensor | None = None,  # () int32, raised to the bits of the largest sum
+    guarded_by: Tensor | None = None,  # () int32: nothing is done unless it holds a sum that is too large
 ) -> None:
     tiles, n = partial.shape[-2], row_sum.shape[-1]
     grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]), 1 if partial.dim() == 2 else partial.shape[0])
@@ -66,11 +68,13 @@ def launch_sum_tiles(
 
 @Kernel
 def max_and_sum_kernel(
-    guard_ptr,  # () int32: whether the sum of any row is too large; None for what "out" says of all rows
+    guard_ptr,  # () int32 that holds the largest row sum; None: every row, two results
     partial_max_ptr,  # (T, n) base 2
     partial_ptr,  # (T, n)
-    row_sum_ptr,  # (n,), with the guard
-    out_ptr,  # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - it); with the guard (n,),
+    row_sum_ptr,  # (n,), read with the guard
+    # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum). With the guard: (n,)
+    # out, the sum of both, written only for rows whose sum is too large. The other rows keep their bits.
+    out_ptr,
     # the sum of both numbers, only of rows whose sum is too large: the others keep theirs, bit for bit
     valid_tokens,  # ValidTokens
     n,
@@ -99,14 +103,14 @@ def max_and_sum_kernel(
         )
         running_max = new_max
     if guard_ptr is None:
-        # a rank whose classes are all at -inf: its probabilities are 0, not nan
+        # a rank whose classes are all at -inf gets probabilities of 0, not nan
         running_max = tl.where(running_max == float("-inf"), 0.0, running_max)
         tl.store(out_ptr + rows, running_max, mask=rows < count)
         tl.store(out_ptr + n + rows, tl.log2(running_sum), mask=rows < count)
     else:
         row_sum = tl.load(row_sum_ptr + rows, mask=rows < count, other=0.0)
         rescued = (row_sum > LARGEST_SUM) | (row_sum != row_sum)
-        # a row whose classes are all at -inf: any finite reference makes its exponentials 0
+        # if all classes of a row are at -inf, any finite reference makes the exponentials 0
         lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
         tl.store(out_ptr + rows, lse2, mask=(rows < tl.where(end > 0, count, 0)) & rescued)
 
@@ -117,7 +121,7 @@ def launch_max_and_sum(
     out: Tensor,  # (2, n), or (n,)
     valid_tokens: ValidTokens,
     *,
-    row_sum: Tensor | None = None,  # (n,), with the next
+    row_sum: Tensor | None = None,  # (n,), given together with `guarded_by`
     guarded_by: Tensor | None = None,
 ) -> None:
     tiles, n = partial.shape[0], out.shape[-1]

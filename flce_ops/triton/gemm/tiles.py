@@ -1,4 +1,4 @@
-"""Tile shapes of the three GEMMs: a table by architecture, the measurement beside each line; no run-time autotuning."""
+"""Tile shapes of the three GEMMs by architecture, each with its measurement. Nothing is autotuned."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,20 +8,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of a GEMM (M, K) @ (K, N): (n, D) @ (D, V) for logits, (n, V) @ (V, D) and (V, n) @ (n, D) for gradients."""
+    """The tiles of a GEMM (M, K) @ (K, N). Logits are (n, D) @ (D, V); the gradients are (n, V) @ (V, D) and (V, n) @
+    (n, D).
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    group: int = 8  # blocks along M that sweep N together; not in the input's gradient
+    group: int = 8  # blocks along M that sweep N together; the input's gradient ignores it
     tma: bool = True
     flatten: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
-        """What every GEMM is launched with. Operands are half numbers; float32 ones are the interpreter's alone."""
+        """Launch options that all three GEMMs take. Operands have 16 bits; only the interpreter runs float32 ones."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -41,7 +43,7 @@ class LogitsTiles(Tiles):
 # H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS 658 / 643 / 605):
 #   686 / 639 / 572   these tiles
 #   655 / 617 / 587   the tile stored whole
-#   660 / 625 / 579   four stages (room for them only with halves)
+#   660 / 625 / 579   four stages (which fit only if the tile is stored in halves)
 #   671 / 636 / 548   warp-specialised, not flattened
 #   508 / 477 / 403   128x128, two programs a multiprocessor
 HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
@@ -51,7 +53,7 @@ INTERPRETER = LogitsTiles(32, 128, 32, num_warps=1, num_stages=1, flatten=False,
 
 
 def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
-    """`capability` as 90 for sm_90."""
+    """`capability` is 90 for sm_90."""
     if not data_centre_chip(capability):
         return AMPERE
     return HOPPER if hidden > 1024 else HOPPER_SHALLOW
@@ -62,7 +64,7 @@ def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
 #               719 / 440 / 346   256x128, one split
 #   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
 #               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
-# "input" walks few long tiles, whose ends need no overlap.
+# The input's gradient has few tiles with long main loops, so its loop over tiles is not flattened.
 INPUT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4),
     "hopper, columns of 128": Tiles(256, 128, 64, num_warps=8, num_stages=4),
@@ -79,5 +81,5 @@ WEIGHT_TILES = {
 
 
 def data_centre_chip(capability: int) -> bool:
-    """Only those since Hopper have 227 KiB of shared memory beside TMA."""
+    """Whether the chip is a large one since Hopper. Only these have both TMA and 227 KiB of shared memory."""
     return capability // 10 in (9, 10)

@@ -1,6 +1,6 @@
-"""Matrices as the GEMMs take them: by tensor maps (TMA) where all of them allow it, else tiles of them by pointers.
+"""How GEMMs read matrices: by tensor maps (TMA) if all of them allow it, else by pointers.
 
-And the order of a GEMM's tiles, and matrices of rank 1 that are added to a tile.
+Also the order of a GEMM's tiles, and rank-1 matrices that are added to a tile.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Outer = tuple[Tensor | None, Tensor | None]  # vectors whose outer product is added; None for 1, None for none
+# Two vectors whose outer product is added. A first vector of None stands for ones; a second of None adds nothing.
+Outer = tuple[Tensor | None, Tensor | None]
 NO_OUTER: Outer = (None, None)
 
 
 @triton.jit
 def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col=None):
-    """By pointers; without `stride_col` columns are contiguous."""
+    """Loads by pointers. Without `stride_col` columns are contiguous."""
     places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row
     if stride_col is None:
         places += cols[None, :]
@@ -26,14 +27,16 @@ def load_tile(matrix_ptr, rows, cols, row_mask, col_mask, stride_row, stride_col
 
 @triton.jit
 def store_tile(matrix_ptr, values, rows, cols, row_mask, col_mask, stride_row):
-    """By pointers, columns contiguous; rounded."""
+    """Rounds and stores by pointers. Columns are contiguous."""
     places = matrix_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
     tl.store(places, values.to(matrix_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
 @triton.jit
 def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
-    """GROUP blocks sweep those across together: (which of `blocks`, which of `across`)."""
+    """Orders tiles so that GROUP of the `blocks` sweep the other dimension together. Returns (which of `blocks`, which
+    of `across`).
+    """
     group_tiles = GROUP * across
     first = (tile // group_tiles) * GROUP
     height = min(blocks - first, GROUP)
@@ -42,7 +45,7 @@ def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
 
 @triton.jit
 def outer_product(outer, rows, cols, row_mask, col_mask):
-    """Of two vectors, the first None for 1."""
+    """The outer product of two vectors; a first vector of None stands for ones."""
     product = tl.load(outer[1] + cols, mask=col_mask, other=0.0)[None, :]
     if outer[0] is not None:
         product = product * tl.load(outer[0] + rows, mask=row_mask, other=0.0)[:, None]
@@ -50,7 +53,9 @@ def outer_product(outer, rows, cols, row_mask, col_mask):
 
 
 def fits_tma(tensor: Tensor | None) -> bool:
-    """Rows contiguous and apart, base and row stride multiples of 16 bytes: what a tensor map can address."""
+    """Whether a tensor map can address the matrix: contiguous rows that do not overlap, base and row stride multiples
+    of 16 bytes.
+    """
     if tensor is None:
         return True
     stride, unit = tensor.stride()
@@ -59,7 +64,7 @@ def fits_tma(tensor: Tensor | None) -> bool:
 
 
 def descriptors(matrices: Sequence[Tensor | None], blocks: Sequence[list[int]]) -> list:
-    """Tensor maps of the matrices in tiles of those sizes."""
+    """Tensor maps of the matrices, each in tiles of the given size."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return [

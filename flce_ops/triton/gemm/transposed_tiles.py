@@ -1,18 +1,18 @@
-"""The weight gradient's GEMM where the last block of features is at most half full: a later chunk, which is added.
+"""The weight gradient's GEMM for a later chunk, if the last block of features is at most half full.
 
-                 D = 896                         128 x 256     classes x features, of whole blocks of features
-           ┌───────┬───────┬───────┬───┐         256 x 128     of the features behind them, two blocks of classes at
-         V │  1  3 │  5  7 │  9 11 │13 │                       once: the same tile transposed, 128 x 256 of
-           │  2  4 │  6  8 │ 10 12 │14 │                       (c input).T @ E. What is multiplied and held is the
-           └───────┴───────┴───────┴───┘                       other matrix, so the loop stays one
+            D = 896                         Whole blocks of features: tiles of 128 x 256, classes x features.
+           ┌───────┬───────┬───────┬───┐    The remaining features: tiles of 256 x 128, two blocks of classes at once.
+         V │  1  3 │  5  7 │  9 11 │13 │    They are computed transposed, as 128 x 256 tiles of (c input).T @ E,
+           │  2  4 │  6  8 │ 10 12 │14 │    so both kinds share one loop, with the operands swapped.
+           └───────┴───────┴───────┴───┘
 
     for each tile:  left, right = E, c input        or, transposed, c input, E
                     acc = sum_k left[k, cols].T @ right[k, cols]
                     out += acc / scale              or acc.T
 
-All tiles take as long, and those of a block of classes run together: its columns of E are read from HBM once. H200,
-microseconds at 1536x896x151936 and 1664x640x128256: 713 and 485; with padding multiplied 773 and 520; as two launches,
-the second in narrow tiles, 758 and 545, as each reads E; cuBLAS 707 and 444.
+All tiles take equal time. Tiles of one block of classes run at the same time, so each column of E is read from HBM
+once. H200, microseconds at 1536x896x151936 and 1664x640x128256: 713 and 485. If the padding is multiplied: 773 and 520.
+As two launches, the second in narrow tiles: 758 and 545, because each launch reads E. cuBLAS: 707 and 444.
 """
 
 import triton
@@ -28,27 +28,27 @@ from .tma import descriptors
 
 # n tokens of a chunk, D hidden, V vocabulary
 
-# Whole blocks of features. H200, a step over one that multiplies the padding: 0.989 at D = 640, 0.982 at 896, 1.005 at
-# 1152, where the padding is a tenth.
+# The most whole blocks of features. H200, time of a step relative to one that multiplies the padding: 0.989 at D = 640,
+# 0.982 at 896. At 1152, where the padding is a tenth, it is 1.005.
 BLOCKS_AT_MOST = 3
 
 
 @Kernel
 def transposed_tiles_kernel(
-    exponentials_map,  # (n, V) in tiles of BLOCK_M columns
-    rows_map,  # (n, D) of BLOCK_N, c input
-    rows_transposed_map,  # (n, D) of BLOCK_M
-    exponentials_transposed_map,  # (n, V) of BLOCK_N
+    exponentials_map,  # (n, V), in tiles of BLOCK_M columns
+    rows_map,  # (n, D) c input, in tiles of BLOCK_N columns
+    rows_transposed_map,  # (n, D) c input, in tiles of BLOCK_M columns
+    exponentials_transposed_map,  # (n, V), in tiles of BLOCK_N columns
     sum_map,  # (V, D) float16 in tiles of BLOCK_M x BLOCK_M, added to
-    exponent_ptr,  # (features' blocks, V) uint8, of the scales
+    exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales
     guard_ptr,  # () int32
     valid_tokens,  # ValidTokens
     n,
     V,
-    room,  # largest product of a chunk, over its scale
-    first_rows,  # of the first chunk, which is the result where all valid tokens are among them
+    room,  # the largest product of one chunk, in units of the scale
+    first_rows,  # rows of the first chunk; if they hold all valid tokens, the first chunk has written the result
     stride_exponent,
-    WHOLE: tl.constexpr,  # blocks of features
+    WHOLE: tl.constexpr,  # the number of whole blocks of features
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # 2 BLOCK_M
     BLOCK_K: tl.constexpr,  # tokens
@@ -66,7 +66,7 @@ def transposed_tiles_kernel(
         first = (tile // group_tiles) * GROUP
         height = min(class_blocks - first, GROUP)
         place = tile % group_tiles
-        upright = height * WHOLE  # tiles of the group
+        upright = height * WHOLE  # tiles of the group that are not transposed
         behind = place - upright
         class_start = (first + tl.where(behind >= 0, 2 * behind, place % height)) * BLOCK_M
         feature_block = place // height
@@ -74,7 +74,8 @@ def transposed_tiles_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(depth):
             lefts, rights, left_start, right_start = exponentials_map, rows_map, class_start, feature_start
-            # of k: a choice that is taken out of the loop ends its flattening (Triton 3.6)
+            # The condition names k on purpose: a choice that the compiler moves out of the loop ends its flattening
+            # (Triton 3.6).
             if behind + tl.minimum(k, 0) >= 0:
                 lefts, rights, left_start, right_start = (
                     rows_transposed_map,
@@ -85,8 +86,8 @@ def transposed_tiles_kernel(
             left = lefts.load([k * BLOCK_K, left_start])
             right = rights.load([k * BLOCK_K, right_start])
             acc = tl.dot(left.T, right, acc)
-        # By halves, as there is room for in shared memory. The scale's block in each branch: an address made before
-        # them ends the loop's flattening, too.
+        # Stored in halves, because shared memory has room for a half tile only. Each branch computes the scale's
+        # address itself: an address made before the branches ends the loop's flattening, too.
         if behind >= 0:
             exponents = exponent_ptr + (feature_start // BLOCK_N).to(tl.int64) * stride_exponent
             columns = class_start + tl.arange(0, BLOCK_N)[None, :]
@@ -109,7 +110,7 @@ def column_halves(tile, BLOCK: tl.constexpr):
 
 
 def fits_transposed_tiles(rows: Tensor, tiles: Tiles) -> bool:
-    """On Hopper alone: Triton 3.6 cannot flatten the loop for Blackwell."""
+    """Hopper only: Triton 3.6 cannot flatten this loop for Blackwell."""
     blocks, behind = divmod(rows.shape[1], tiles.block_n)
     hopper = interpreted(rows) or capability_of(rows.device) // 10 == 9
     half_full = tiles.block_n == 2 * tiles.block_m and 0 < behind <= tiles.block_m
@@ -117,7 +118,7 @@ def fits_transposed_tiles(rows: Tensor, tiles: Tiles) -> bool:
 
 
 def launch_transposed_tiles(
-    total: Sum,  # added to
+    total: Sum,  # the sum to which the products are added
     exponentials: Tensor,  # (n, V)
     rows: Tensor,  # (n, D)
     valid_tokens: ValidTokens,

@@ -1,4 +1,4 @@
-"""grad_linear_weight = E.T @ (c input), a chunk of tokens at a time, rounded once in the end.
+"""grad_linear_weight = E.T @ (c input), one chunk of tokens at a time, rounded once at the end.
 
                 n                    D
         ┌───────────────┐        ┌───────┐
@@ -6,27 +6,31 @@
         │     E.T       │        │  c x  │
         └───────────────┘        └───────┘
 
-Between chunks the sum stands in grad_linear_weight's own memory, in float16 under a scale: 11 bits instead of
-bfloat16's 8, so that it is the last rounding that counts.
+Between chunks the sum stands in grad_linear_weight's own memory, as float16 with a scale. float16 has 11 significant
+bits where bfloat16 has 8, so the error is that of the last rounding.
 
-    first chunk     sum = products / scale      scale: a power of two for each row of a tile, one byte: 2^4 to
-    a later one     sum += products / scale     2^6 times its largest number, so that sums may grow to 2^19
-    last chunk      out = sum scale + products  times that
+    first chunk     sum = products / scale      scale: a power of two for each row of a tile, one byte. It is 2^4 to
+    a later one     sum += products / scale     2^6 times the row's largest number, so sums may grow to 2^19
+    last chunk      out = sum scale + products  times that number
     only chunk      out = products
 
-The host does not know how many tokens are valid. So where there are several chunks the first is launched as the only
-one, too; that of the two launches which it is not leaves at once, as do the later chunks where no token is left.
+The host does not know how many tokens are valid. If there are several chunks, the first chunk is therefore launched
+twice: as the first and as the only one. The device runs one of the two launches, and the other returns immediately.
+Launches of later chunks return immediately if no tokens are left.
 
-Where tensor maps are, the memory adds: a tile leaves through shared memory and nothing waits for what was there. H200,
-1408x4096x128256: 2.42 ms so, 2.58 with the stored tile read, 2.27 for a first chunk, 2.41 by cuBLAS. A row of a tile
-whose products exceed what its scale has room for is not added but marked, and added under a new scale by a second
-launch (overflow_rows.py). Without tensor maps every tile is read, and each chunk chooses its scales anew, which need no
-room. With it numbers below 2^-8 of the largest in their row of a tile lose bits: beside a feature 1000 times as large
-the others have 9 or 10.
+On GPUs with tensor maps, the memory adds: a tile leaves through shared memory, and no program reads or waits for the
+stored sum. H200, 1408x4096x128256: 2.42 ms with the memory adding, 2.58 with the stored tile read, 2.27 for a first
+chunk, 2.41 by cuBLAS. A row of a tile whose products exceed the room above its scale is marked instead of added; a
+second launch adds it under a new scale (overflow_rows.py). Without tensor maps every tile is read, so each chunk
+chooses new scales, without room. The room costs bits in numbers below 2^-8 of the largest in their row of a tile:
+beside a feature 1000 times as large as the others, the others have 9 or 10 bits.
 
-A user's buffer (main_grad) is added to, not written: a tile of it is read, and the sum stored in its dtype, once for
-each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32: 87.9 and 87.4 ms).
+A user's buffer (main_grad) is added to instead of written: each tile is read, and the sum is stored in the buffer's
+dtype, once for each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32:
+87.9 and 87.4 ms).
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -67,28 +71,29 @@ from .transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
 def weight_gradient_kernel(
     exponentials_ptr,  # (n, V): tensor descriptor with USE_TMA, else a pointer
     rows_ptr,  # (n, D): likewise, c input
-    map_ptr,  # (V, D): the sum's tensor map, for the last chunk the result's; None where neither is stored by one
-    stored_ptr,  # (V, D): for the last chunk the sum's
-    sum_ptr,  # (V, D) float16, for float32 results float32
-    result_ptr,  # (V, D) out, the same memory
-    exponent_ptr,  # (features' blocks, V) uint8, of the scales; and 1 where a later chunk's products exceed its room
-    guard_ptr,  # () int32: whether any do
-    outer,  # (V,) and (D,): their outer product is added by the first chunk; None for 1, None for none
+    map_ptr,  # (V, D): tensor map of the sum, for the last chunk of the result; None if pointers store the tile
+    stored_ptr,  # (V, D): the sum's tensor map, for the last chunk only
+    sum_ptr,  # (V, D) float16; float32 if the result is float32
+    result_ptr,  # (V, D) out, in the memory of the sum
+    exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
+    guard_ptr,  # () int32, nonzero if any row is marked
+    outer,  # Outer: (V,) and (D,) vectors whose outer product the first chunk adds
     valid_tokens,  # ValidTokens
-    blocks,  # Steps, the blocks of classes that are made
-    live,  # Steps
+    blocks,  # Steps, the blocks of classes to visit
+    live,  # Steps, the blocks of tokens to multiply
     n,
     D,
     V,
-    room,  # largest product of a chunk, over its scale
-    first_rows,  # of the first chunk: it is the only one where all valid tokens are among them
+    room,  # the largest product of one chunk, in units of the scale
+    first_rows,  # rows of the first chunk; if they hold all valid tokens, it is the only chunk
     stride_exponentials_n,
     stride_rows_n,
     stride_out_v,
     stride_exponent,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    ADDS: tl.constexpr,  # to what the result holds; FIRST and LAST, too, as nothing else is known of it
+    # adds to the result; FIRST and LAST are set as well, since every chunk then stores the result's dtype
+    ADDS: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # classes
     BLOCK_N: tl.constexpr,  # features
@@ -156,7 +161,7 @@ def weight_gradient_kernel(
             exponent = exponent_of(largest_of_rows(acc), SCALE_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= power_of_two(254 - exponent)[:, None]
-        # by halves: half the staging buffer in shared memory, so room for one more stage of the main loop
+        # stored in halves: a half staging buffer leaves shared memory for one more stage of the main loop
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
         left_features = feature_start + tl.arange(0, HALF_N)
         left_places = classes.to(tl.int64)[:, None] * stride_out_v + left_features[None, :]
@@ -185,7 +190,7 @@ def weight_gradient_kernel(
                 part += tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0).to(tl.float32)
             part = part.to(RESULT_TYPE if LAST else SUM_TYPE)
             if MEMORY_ADDS:
-                # one addend a number: the order of tiles does not matter
+                # each number gets one addend a chunk, so the order of tiles does not matter
                 map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
             elif USE_TMA and not ADDS:
                 map_ptr.store([class_start, feature_start + half * HALF_N], part)
@@ -194,37 +199,35 @@ def weight_gradient_kernel(
                 tl.store(pointer, part, mask=mask)
 
 
+@dataclass(eq=False)
 class WeightGradient:
-    """grad_linear_weight of a step of one chunk or of several."""
+    """grad_linear_weight of a step of one or several chunks."""
 
-    def __init__(
-        self,
-        out: Tensor,  # (V, D)
-        *,
-        chunks: int,  # at most, in which tokens come; 1 where it adds
-        adds: bool = False,  # to what `out` holds
-        outer: Outer = NO_OUTER,
-        blocks: Steps = EVERY_STEP,
-    ) -> None:
-        self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
-        self.outer = outer
-        self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
+    out: Tensor  # (V, D)
+    chunks: int  # at most, in which tokens come; 1 where it adds
+    adds: bool = False  # to what `out` holds
+    outer: Outer = NO_OUTER
+    blocks: Steps = EVERY_STEP
+
+    def __post_init__(self) -> None:
+        out, self.room = self.out, LARGEST_SUM // self.chunks
+        self.tiles = main_grad_tiles_for(out) if self.adds else weight_tiles_for(out)
         self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
-        if chunks > 1:
+        if self.chunks > 1:
             num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
             exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
             self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))
 
     def add(
         self,
-        columns: slice,  # of the vocabulary
+        columns: slice,  # classes of this slice
         exponentials: Tensor,  # (n, v)
-        rows: Tensor,  # (n, D) c input, zeros behind the valid rows
+        rows: Tensor,  # (n, D) c input, with zeros behind the valid rows
         valid_tokens: ValidTokens,
         *,
         first: bool,
         last: bool,
-        live: Steps = EVERY_STEP,  # where `columns` are all
+        live: Steps = EVERY_STEP,  # only if `columns` are all classes
     ) -> None:
         first, last = first or self.adds, last or self.adds
         arguments = columns, exponentials, rows, valid_tokens, live
@@ -301,5 +304,5 @@ class WeightGradient:
 
 
 def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
-    """What the sum over several chunks takes beside grad_linear_weight: a byte for each scale."""
+    """Bytes that a sum over several chunks takes beside grad_linear_weight: one for each scale."""
     return triton.cdiv(hidden, tiles.block_n) * num_classes

@@ -1,4 +1,6 @@
-"""Kernels of the operators of given logits: the tile of a row, the launches (cross_entropy_kernels.py)."""
+"""The CUDA implementations of the operators on given logits: how a row is tiled, and the launches of its kernel
+(cross_entropy_kernels.py).
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,36 +36,36 @@ from .logit_rows import matrix_of
 
 
 class Tile(NamedTuple):
-    """How a program takes its row."""
+    """How a program reads its row."""
 
     num_warps: int
-    block_g: int  # groups of 16 bytes in a block
-    held: int = 0  # at most so many blocks in registers
-    num_stages: int = 4  # of those that are read twice: on their way to shared memory, and the one at hand
-    registers: int | None = None  # of a thread
-    programs: int = 1  # that a multiprocessor has at a time
+    block_g: int  # a block, in groups of 16 bytes
+    held: int = 0  # at most this many blocks stay in registers
+    num_stages: int = 4  # loads in flight for blocks that are read twice, the current one included
+    registers: int | None = None  # registers a thread
+    programs: int = 1  # programs a multiprocessor runs at a time
 
 
-# H200, the kernel's share of a copy's bandwidth (4.2 to 4.3 TB/s), bfloat16 at V = 32000, 50304, 128256, 151936 |
-# float32 at 32000, 50304, 128256; behind + with rows asked for ahead:
+# H200: bandwidth of the kernel relative to a copy's (4.2 to 4.3 TB/s). bfloat16 at V = 32000, 50304, 128256, 151936 |
+# float32 at 32000, 50304, 128256. The number behind + is with prefetched rows:
 #   .79 + .94   .88 + .90   .76   .74 | .91   .81   .70    SHORT
 #                           .78   .78 |             .74    LONG
 #                                     | .86   .86          LONG_FLOAT32
 #   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs a multiprocessor
-#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, several rows a program, one as it writes another
+#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, several rows a program, read while another is written
 SHORT = Tile(8, 512, held=8, registers=128, programs=2)
 LONG = Tile(16, 1024, held=8)
 LONG_FLOAT32 = Tile(32, 1024, held=9, registers=64)
 STREAMED = Tile(16, 1024)
 INTERPRETED = Tile(1, 8, held=2)
 SHORT_BYTES = 160 << 10
-L2_BLOCKS = 8  # of a short row, that are read twice or were asked for ahead: 64 KiB a program, 17 MB in all
+L2_BLOCKS = 8  # L2 blocks for a short row, read again or prefetched: 64 KiB a program, 17 MB in all
 
 
 def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
     if interpreted(logits):
         tile = INTERPRETED
-    elif not gradient or softcap:  # whose slope takes the registers
+    elif not gradient or softcap:  # a softcap's slope takes the registers that would hold blocks
         tile = STREAMED
     elif logits.shape[1] * logits.element_size() <= SHORT_BYTES:
         tile = SHORT
@@ -72,12 +74,12 @@ def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
     if not gradient or softcap:
         return tile._replace(held=0)
     vec = 16 // logits.element_size()
-    full = max(0, logits.shape[1] - vec + 1) // vec // tile.block_g  # blocks of a row, wherever it begins
+    full = max(0, logits.shape[1] - vec + 1) // vec // tile.block_g  # full blocks of a row, wherever the row begins
     return tile._replace(held=min(full, tile.held))
 
 
 def blocks_ahead(logits: Tensor, tile: Tile) -> int:
-    """Of the row that the multiprocessor takes next: what L2_BLOCKS leave."""
+    """Blocks of the next row to prefetch: those for which L2_BLOCKS has room."""
     if tile.programs == 1:
         return 0
     blocks = triton.cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
@@ -123,12 +125,12 @@ def launch_loss(call: LogitsWithGrad, *outputs: Tensor) -> None:
 
 def loss_step(
     call: LogitsWithGrad,
-    weight_sum: Tensor | None,  # (), of the class weights
+    weight_sum: Tensor | None,  # (), the sum of the class weights
     in_range: Tensor,  # () out
     loss: Tensor,  # () out
     losses: Tensor,  # (N,) out
     argmax: Tensor,  # (N,) out, or (0,)
-    grad_logits: Tensor | None = None,  # (N, V) out; None for over the logits
+    grad_logits: Tensor | None = None,  # (N, V) out; None: written over the logits
 ) -> None:
     logits, target, _ = call.operands
     valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
@@ -165,7 +167,7 @@ def backward_step(call: LogitsBackward, grad_logits: Tensor) -> None:
 
 
 def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
-    """Rows of unit stride, contiguous vectors, class weights in float32."""
+    """Makes rows of unit stride, contiguous vectors and float32 class weights."""
     logits, target, weight = call.operands
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         logits = logits.contiguous()
@@ -189,9 +191,9 @@ def launch(
 def launch_rows(
     call: LogitsForward | LogitsWithGrad | LogitsBackward,
     numbers: ForwardNumbers | LossResults | None,
-    grad_logits: Tensor | None = None,  # (N, V) out; None where the numbers of the rows are all that is wanted
+    grad_logits: Tensor | None = None,  # (N, V) out; None if only numbers of the rows are wanted
     *,
-    known: KnownRows = NOTHING_KNOWN,  # without what follows
+    known: KnownRows = NOTHING_KNOWN,  # excludes the options that follow
     objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
     valid_tokens: Count | None = None,
@@ -225,7 +227,7 @@ def launch_rows(
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),
         HELD=tile.held,
-        STAGES=tile.num_stages if weight is None else 1,  # class weights on their way take memory too
+        STAGES=tile.num_stages if weight is None else 1,  # staged class weights would take shared memory, too
         AHEAD=blocks_ahead(logits, tile),
         num_warps=tile.num_warps,
         maxnreg=tile.registers,
@@ -233,7 +235,7 @@ def launch_rows(
 
 
 def lie_alike(logits: Tensor, grad_logits: Tensor) -> bool:
-    """Whether each row of one begins at the same place beside a multiple of 16 bytes as that of the other."""
+    """Whether each row begins at the same distance from a multiple of 16 bytes in both matrices."""
     vec = 16 // logits.element_size()
     strides = logits.shape[0] < 2 or (logits.stride(0) - grad_logits.stride(0)) % vec == 0
     return strides and matrix_of(logits).shift == matrix_of(grad_logits).shift

@@ -1,44 +1,52 @@
-"""The gradient of a row of given logits, written once: its blocks, its edges, its target.
+"""Writes the gradient of a row of given logits: its blocks, its edges, then the target's entry.
 
-    G_ij = (factor_i 2^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
+    G_ij = (factor_i e^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
 
-It may stand where the logits stood: what the target and the edges are made of is read before anything is written.
+The gradient may overwrite the logits: everything that the target and the edges need is read before anything is written.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..gemm.logits_gemm import base2_logits
-from .logit_rows import class_weights, numbers_in, numbers_of
+from .logit_rows import class_weights, exp_below, logits_of, numbers_in, numbers_of
 
 # V vocabulary
 
 
+class Slopes(NamedTuple):
+    """Of a row, made in a kernel; factors times logit_scale."""
+
+    reference: float
+    factor: float
+    sum_factor: float | None
+    at_target: float
+
+
 @triton.jit
-def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
+def out_of(grad_logits, i, row, ALIKE: tl.constexpr):
     """Pointers to the gradient's row and to its first group."""
-    row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
-    groups = row + head
+    out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
+    groups = out_row + row.head
     if ALIKE:
         groups = tl.multiple_of(groups, 16)
-    return row, groups
+    return out_row, groups
 
 
 @triton.jit
-def gradient_numbers(
-    u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
-):
-    """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
-    z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
-    g = tl.exp2(z - reference) * factor
-    if sum_factor is not None:
-        if class_weight_ptr is None:
-            g += sum_factor
+def gradient_numbers(u, col, mask, slopes, scores, AT_TARGET: tl.constexpr):
+    """(factor e^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row."""
+    z, dz_du = logits_of(u, scores)
+    g = exp_below(z - slopes.reference) * slopes.factor
+    if slopes.sum_factor is not None:
+        if scores.class_weight is None:
+            g += slopes.sum_factor
         else:
-            g += sum_factor * class_weights(class_weight_ptr, col, mask)
-    if at_target is not None:
-        g += at_target
-    if logit_options.softcap is not None:
+            g += slopes.sum_factor * class_weights(scores, col, mask)
+    if AT_TARGET:
+        g += slopes.at_target
+    if scores.options.softcap is not None:
         g *= dz_du
     return g
 
@@ -58,57 +66,37 @@ def store_block(groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.con
 @triton.jit
 def store_gradient(
     out_groups_ptr,
-    words,  # the block's
+    words,  # the block's words (logit_rows.py)
     block,
-    head,
-    groups,
-    reference,
-    factor,
-    sum_factor,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    row,  # Row
+    slopes,  # Slopes
+    scores,  # Scores
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     group, number = numbers_of(block, BLOCK_G, VEC)
-    mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
+    mask = tl.broadcast_to(group < row.groups, (BLOCK_G, VEC))
     u = numbers_in(words, out_groups_ptr.dtype.element_ty)
-    g = gradient_numbers(
-        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale,
-        softcap,
-    )  # fmt: skip
-    store_block(out_groups_ptr, g, block, groups, BLOCK_G, VEC, MASKED)
+    g = gradient_numbers(u, row.head + number, mask, slopes, scores, False)
+    store_block(out_groups_ptr, g, block, row.groups, BLOCK_G, VEC, MASKED)
 
 
 @triton.jit
 def finish_gradient(
     out_row,
-    u_edges,  # (2 VEC,), read before anything was written, as u_target
+    u_edges,  # (2 VEC,), read before anything was written; so was u_target
     edge,
     there,
     u_target,
     column,
     V,
-    reference,
-    factor,
-    sum_factor,
-    at_target,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    slopes,  # Slopes
+    scores,  # Scores
 ):
     """The edges and the target's entry."""
-    g = gradient_numbers(
-        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
-    )
+    g = gradient_numbers(u_edges, edge, there, slopes, scores, False)
     tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
-    g = gradient_numbers(
-        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
-        logit_scale, softcap,
-    )  # fmt: skip
+    g = gradient_numbers(u_target, column, column < V, slopes, scores, True)
     tl.debug_barrier()  # another thread wrote there with its block
     tl.store(out_row + column, g.to(out_row.dtype.element_ty))

@@ -1,14 +1,16 @@
-"""A row of given logits, wherever it starts: V may be odd, and then rows start between multiples of 16 bytes.
+"""Reads a row of given logits at any alignment: if V is odd, rows do not start at multiples of 16 bytes.
 
     row    |h h|g g g g g g g g|g g g g g g g g| ... |t t t|       groups of VEC numbers, 16 bytes, at multiples of 16
             head                                      tail         up to VEC - 1 numbers on either side, the edges
 
-A program takes BLOCK_G groups at a time as a tile (BLOCK_G, VEC). A group is one load of a thread, so what is reduced
-along it stays in that thread. What a thread holds are words of 32 bits, of half numbers two in each:
+A program reads BLOCK_G groups at a time, as a tile (BLOCK_G, VEC). A group is one load of one thread, so reductions
+along a group stay in the thread. A thread holds 32-bit words, which contain two half numbers each:
 
-    online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s 2^(m - m') + sum_k 2^(z_k - m')
+    online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
-in base 2 (z log2 e). The groups and the edges come together once, behind the last block.
+A logit is multiplied by log2 e after the maximum is taken from it. The product of a float32 logit of 3000 and log2 e is
+off by up to 1.2e-4, the difference of two logits is not. The groups and the edges come together once, behind the last
+block.
 """
 
 from typing import NamedTuple
@@ -17,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.logits_gemm import base2_logits
+from ...math.options import LogitOptions
+from ..gemm.logits_gemm import LOG2E, base2_logits
 
 # N tokens, V vocabulary
 
-# below any logit, and finite: -inf - -inf would be nan
+# below any logit, and finite: -inf minus -inf would be nan
 LOWEST = tl.constexpr(-3.0e38)
 GROUP_WORDS = tl.constexpr(4)  # 16 bytes, one load or store of a thread
 PREFETCH = tl.constexpr(
@@ -31,47 +34,65 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class Matrix(NamedTuple):
-    """(N, V) whose rows have unit stride."""
+    """An (N, V) matrix with rows of unit stride."""
 
     pointer: Tensor
-    stride: int  # between rows
-    shift: int  # numbers that `pointer` lies behind a multiple of 16 bytes
+    stride: int  # distance between rows, in numbers
+    shift: int  # distance of `pointer` from the multiple of 16 bytes before it, in numbers
 
 
 def matrix_of(tensor: Tensor) -> Matrix:
     return Matrix(tensor, tensor.stride(0), tensor.data_ptr() % 16 // tensor.element_size())
 
 
+class Row(NamedTuple):
+    """One of a matrix, made in a kernel."""
+
+    pointer: Tensor
+    head: int  # numbers in front of the groups
+    groups: int
+    V: int
+
+
+class Scores(NamedTuple):
+    """What z and its weighted sums are made of, made in a kernel."""
+
+    options: LogitOptions  # loaded
+    class_weight: Tensor | None  # (V,) float32
+
+
 @triton.jit
 def row_of(matrix, i, V, VEC: tl.constexpr):
-    """Row i: pointer, numbers of its head, groups."""
+    """Row i."""
     first = i.to(tl.int64) * matrix.stride
     lead = ((first + matrix.shift) % VEC).to(tl.int32)
     head = tl.minimum((VEC - lead) % VEC, V)
-    return matrix.pointer + first, head, (V - head) // VEC
+    return Row(matrix.pointer + first, head, (V - head) // VEC, V)
 
 
 @triton.jit
 def target_of(target_ptr, i, ignore_index, V):
-    """Whether row i counts, and its target; 0 for one out of range, which is refused elsewhere."""
+    """Returns whether row i is valid, and its target; 0 for a target out of range, which is refused elsewhere."""
     target = tl.load(target_ptr + i).to(tl.int64)
     inside = (target >= 0) & (target < V)
     return target != ignore_index, tl.where(inside, target, 0).to(tl.int32)
 
 
 @triton.jit
-def ask_for(groups_ptr, groups, BLOCK_G: tl.constexpr):
-    """A row's first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
+def ask_for(row, groups, BLOCK_G: tl.constexpr):
+    """Its first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
     if not INTERPRETED:
         line = tl.arange(0, BLOCK_G)
-        line_ptr = groups_ptr.to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
+        line_ptr = (row.pointer + row.head).to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
         wanted = (line * 8 < groups).to(tl.int32)
         tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [line_ptr, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def numbers_of(block, BLOCK_G: tl.constexpr, VEC: tl.constexpr):
-    """Of a block's groups and numbers: (BLOCK_G, 1) and (BLOCK_G, VEC), counted from the first group."""
+    """Indices of a block's groups, (BLOCK_G, 1), and of its numbers, (BLOCK_G, VEC), counted from the row's first
+    group.
+    """
     group = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None]
     return group, group * VEC + tl.arange(0, VEC)[None, :]
 
@@ -83,10 +104,12 @@ def load_block(
     groups,
     valid,
     BLOCK_G: tl.constexpr,
-    MASKED: tl.constexpr,  # the block may have groups behind the last one
+    MASKED: tl.constexpr,  # the block may extend past the last group
     POLICY: tl.constexpr,
 ):
-    """Its words, (BLOCK_G, GROUP_WORDS): float32 of such logits, else int32; 0 of a row that does not count."""
+    """The words of a block, (BLOCK_G, GROUP_WORDS): float32 for float32 logits, else int32; 0 for a row that is not
+    valid.
+    """
     if groups_ptr.dtype.element_ty.primitive_bitwidth == 16:
         groups_ptr = groups_ptr.to(tl.pointer_type(tl.int32))
     group, word = numbers_of(0, BLOCK_G, GROUP_WORDS)
@@ -98,7 +121,7 @@ def load_block(
 
 @triton.jit
 def numbers_in(words, DTYPE: tl.constexpr):
-    """(BLOCK_G, GROUP_WORDS) -> (BLOCK_G, VEC) in float32."""
+    """Unpacks words: (BLOCK_G, GROUP_WORDS) -> (BLOCK_G, VEC) in float32."""
     if DTYPE == tl.float32:
         return words
     else:
@@ -113,7 +136,9 @@ def numbers_in(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def as_loaded(words):
-    """The same words, of which the compiler knows nothing: it would keep what it unpacked, in twice the registers."""
+    """Returns the same words through inline assembly, so that the compiler loads nothing it has unpacked before:
+    otherwise it keeps the unpacked numbers, in twice the registers.
+    """
     if INTERPRETED or words.dtype == tl.float32:
         return words
     else:
@@ -121,33 +146,40 @@ def as_loaded(words):
 
 
 @triton.jit
-def edges_of(head, groups, V, VEC: tl.constexpr):
+def edges_of(row, VEC: tl.constexpr):
     """Columns of the head and of the tail, (2 VEC,), and which of them are there."""
     number = tl.arange(0, 2 * VEC)
-    behind = head + groups * VEC + number - VEC
-    return tl.where(number < VEC, number, behind), tl.where(number < VEC, number < head, behind < V)
+    behind = row.head + row.groups * VEC + number - VEC
+    return tl.where(number < VEC, number, behind), tl.where(number < VEC, number < row.head, behind < row.V)
 
 
 @triton.jit
-def class_weights(pointer, col, mask):
-    return tl.load(pointer + col, mask=mask, other=0.0)
+def logits_of(u, scores):
+    """(z, dz/du / logit_scale) of given numbers."""
+    return base2_logits(u.to(tl.float32), None, scores.options, 1.0)
+
+
+@triton.jit
+def exp_below(difference):
+    """exp of what is at most about 0."""
+    return tl.exp2(difference * LOG2E)
+
+
+@triton.jit
+def class_weights(scores, col, mask):
+    return tl.load(scores.class_weight + col, mask=mask, other=0.0)
 
 
 @triton.jit
 def add_block(
     m,  # (BLOCK_G,), as the next three: the groups' maxima
-    s,  # their sums of 2^(z - m)
+    s,  # their sums of e^(z - m)
     logit_sum,  # their sums of w z, with LOGIT_SUM
     column,  # and where the maxima stand, with ARGMAX
     u,  # (BLOCK_G, VEC)
     block,
-    head,
-    groups,
-    V,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    row,  # Row
+    scores,  # Scores
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -155,22 +187,23 @@ def add_block(
     MASKED: tl.constexpr,
 ):
     group, number = numbers_of(block, BLOCK_G, VEC)
-    z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    inside = group < row.groups
+    z, _ = logits_of(u, scores)
     if LOGIT_SUM:
         weighted = z
-        if class_weight_ptr is not None:
-            weighted *= class_weights(class_weight_ptr, head + number, tl.broadcast_to(group < groups, (BLOCK_G, VEC)))
+        if scores.class_weight is not None:
+            weighted *= class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
         elif MASKED:
-            weighted = tl.where(group < groups, z, 0.0)
+            weighted = tl.where(inside, z, 0.0)
         logit_sum += tl.sum(weighted, 1)
     if MASKED:
-        z = tl.where(group < groups, z, float("-inf"))
+        z = tl.where(inside, z, float("-inf"))
     block_max = tl.max(z, 1)
     if ARGMAX:
-        block_column = tl.min(tl.where(z == block_max[:, None], head + number, V), 1)
+        block_column = tl.min(tl.where(z == block_max[:, None], row.head + number, row.V), 1)
         column = tl.where(block_max > m, block_column, column)
     new_m = tl.maximum(m, block_max)
-    s = s * tl.exp2(m - new_m) + tl.sum(tl.exp2(z - new_m[:, None]), 1)
+    s = s * exp_below(m - new_m) + tl.sum(exp_below(z - new_m[:, None]), 1)
     return new_m, s, logit_sum, column
 
 
@@ -180,28 +213,25 @@ def whole_row(
     s,
     logit_sum,
     column,
-    u,  # (2 VEC,), the edges'
+    u,  # (2 VEC,), logits of the edges
     col,
     there,
     V,
-    class_weight_ptr,
-    logit_options,
-    logit_scale,
-    softcap,
+    scores,  # Scores
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Of the row: m, s, the logit sum in base 2, the argmax (the first of equals; V - 1 where nan is the maximum)."""
-    z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    """Of the row: m, s, the logit sum, the argmax (the first of equals; V - 1 where nan is the maximum)."""
+    z, _ = logits_of(u, scores)
     row_logit_sum = 0.0
     if LOGIT_SUM:
         weighted = tl.where(there, z, 0.0)
-        if class_weight_ptr is not None:
-            weighted *= class_weights(class_weight_ptr, col, there)
+        if scores.class_weight is not None:
+            weighted *= class_weights(scores, col, there)
         row_logit_sum = tl.sum(logit_sum, 0) + tl.sum(weighted, 0)
     z = tl.where(there, z, float("-inf"))
     row_max = tl.maximum(tl.max(m, 0), tl.max(z, 0))
-    row_sum = tl.sum(s * tl.exp2(m - row_max), 0) + tl.sum(tl.exp2(z - row_max), 0)
+    row_sum = tl.sum(s * exp_below(m - row_max), 0) + tl.sum(exp_below(z - row_max), 0)
     argmax = V - 1
     if ARGMAX:
         argmax = tl.minimum(argmax, tl.min(tl.where(m == row_max, column, V), 0))

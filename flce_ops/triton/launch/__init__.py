@@ -1,7 +1,7 @@
-"""How a step reaches the GPU.
+"""How the kernels of a step are launched.
 
-ahead.py                 its kernels compiled side by side, for all numbers of tokens, before the first launch
-replay.py                a step's launches, captured once and repeated
-driver_launch.py         as the CUDA driver takes them
-launch_graphs.py         at the addresses of an earlier call: as one
+ahead.py                 compiles all kernels in parallel, for all numbers of tokens, before the first launch
+replay.py                captures the launches of a step once and repeats them
+driver_launch.py         launches captured kernels through the CUDA driver
+launch_graphs.py         launches them as one CUDA graph, if the addresses are those of an earlier call
 """

@@ -1,14 +1,14 @@
-"""Compiling ahead: every kernel that a call can launch for any N, side by side, before the first of them is launched.
+"""Compiling ahead: before its first launch, a call compiles every kernel that it can launch for any N, in parallel.
 
-    the call on "meta" tensors, for each N of TOKENS    its launcher branches as ever; in place of each launch Triton is
-                                                        told of the kernel
-    threads compile the kernels                         meanwhile. Triton lets go of Python's lock in MLIR and LLVM,
-                                                        ptxas is a process: of the 6.1 s of a step's kernels 1.1 s, the
-                                                        making of Triton's IR, is one thread's at a time
-    and load them                                       onto the device, where there is one
-    a file in Triton's cache says that it was done      a later process takes what it needs from the cache
+    run the call on meta tensors, for each N of TOKENS      The launcher branches as usual. Each launch only tells
+                                                            Triton which kernel to compile.
+    threads compile the kernels                             In parallel: Triton releases the GIL in MLIR and LLVM, and
+                                                            ptxas is a process. Making Triton's IR holds the GIL: 1.1
+                                                            of the 6.1 s of a step's kernels.
+    and load them                                           onto the device, if there is one
+    a file in Triton's cache records that this was done     a later process reads the kernels from the cache
 
-replay.py asks for it where a kind of call is new; flce_ops/warmup does the same without a call.
+replay.py calls it for a new kind of call; flce_ops/warmup does the same without a call.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ from ..gemm.device import chip_of
 
 logger = logging.getLogger("flce_ops")
 
-# One chunk and several, few tokens and many: what else N decides on is no constant of a kernel.
+# These N give one chunk and several, few tokens and many. Nothing else that depends on N is a constant of a kernel.
 # tests/kernels/test_compilations.py compares them with random N.
 TOKENS = (1, 16384, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first two launch most of the kernels
-ENOUGH_LAUNCHES = 500  # of a call that has chunks of every kind
-# Arguments whose first dimension is that of the classes; those of the others is that of the tokens.
+ENOUGH_LAUNCHES = 500  # a call with this many launches has had chunks of every kind
+# Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
     *("linear_weight", "linear_bias", "weight", "class_scale", "low_rank_weight", "main_grad"),
     *("teacher_weight", "teacher_bias"),
@@ -47,19 +47,21 @@ OF_CLASSES = {
 OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)
 
 aten = torch.ops.aten
-WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # which have no such tag
+WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # pointwise operators that lack torch.Tag.pointwise
 EXTREMES = (aten.amax.default, aten.amin.default)
 COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.bitwise_not.default)
-DONE = "flce_ops_compiled_ahead"  # a file in Triton's cache
-_heads: set[Hashable] = set()  # whose kernels are compiled
+DONE = "flce_ops_compiled_ahead"  # name of a file in Triton's cache
+_heads: set[Hashable] = set()  # heads whose kernels are compiled; head_of() makes the keys
 
 
 def compile_first() -> None:
-    """The kernels of the operator that this thread runs, unless those of a call like it but for N are compiled."""
+    """Compiles the kernels of the operator that this thread runs, unless a call that differs only in N has compiled
+    them.
+    """
     from triton.runtime.cache import get_cache_manager
 
     launch, call = running.launch, running.call
-    running.call = None  # one operator may be several kinds of call
+    running.call = None  # cleared, because one operator may run several kinds of call
     if launch is None or call is None or torch.cuda.is_current_stream_capturing():
         return
     head = head_of(call)
@@ -74,30 +76,30 @@ def compile_first() -> None:
             return
         _, failed = compile_side_by_side(chip_of(device), call.op, lambda: trace(launch, call), device)
         if not failed:
-            with suppress(OSError):  # a cache that is only read
+            with suppress(OSError):  # the cache may be read-only
                 done.put("", DONE, binary=False)
-    except Exception as error:  # the call goes on as it would have without
+    except Exception as error:  # the call continues as it would have without this
         failed = [("what is still missing", error)]
-    for name, why in failed:  # where the call needs it, its launch raises
+    for name, why in failed:  # if the call needs the kernel, its launch raises the error
         logger.warning("%s: %s is not compiled ahead: %s: %s", call.op, name, type(why).__name__, why)
 
 
 def compile_side_by_side(
     chip: Chip, what: str, trace: Callable[[], None], device: torch.device | None = None
 ) -> tuple[int, list[tuple[str, Any]]]:
-    """The kernels that `trace` would launch, whose tensors on "meta" are on such a chip; none is launched.
+    """Compiles, without launching, the kernels that `trace` would launch. Its meta tensors stand for tensors on `chip`.
 
-    How many those are; names and errors of those that failed.
+    Returns their number, and the names and errors of those that failed.
     """
     start, ahead = time.perf_counter(), Compiling(chip)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            # in a context of its own, where Triton's mode ends whatever happens
+            # in a context of its own, which ends Triton's mode whatever happens
             copy_context().run(compile_launched, Tasks(pool, device), ahead, trace)
     finally:
         failed = [(name, future) for future, name in ahead.kernels.items() if future.kernel is None]
         for _, future in failed:
-            future.finalize_compile(None)  # Triton forgets it: it is compiled again where it is launched
+            future.finalize_compile(None)  # Triton forgets the kernel, so a launch compiles it again
     count, seconds = len(ahead.kernels) - len(failed), time.perf_counter() - start
     if count:
         logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", count, what, seconds)
@@ -111,7 +113,7 @@ def compile_launched(tasks: "Tasks", ahead: Compiling, trace: Callable[[], None]
 
 
 class Tasks(NamedTuple):
-    """What Triton gives the compiling of a kernel to."""
+    """The executor that Triton's AsyncCompileMode submits compilations to."""
 
     pool: ThreadPoolExecutor
     device: torch.device | None
@@ -120,10 +122,10 @@ class Tasks(NamedTuple):
         return self.pool.submit(self.compile_and_load, compile)
 
     def compile_and_load(self, compile: Callable) -> Any:
-        """Loading it is, for Triton 3.6, also the compiling of its launcher in C."""
+        """With Triton 3.6, loading a kernel also compiles its launcher in C."""
         kernel = compile()
         if self.device is not None:
-            with torch.cuda.device(self.device):  # which is a thread's own
+            with torch.cuda.device(self.device):  # the current device is per thread
                 kernel.run  # noqa: B018  loads it
         return kernel
 
@@ -141,10 +143,12 @@ def trace(launch: Callable, call: Arguments) -> None:
 
 
 class WithoutData(UncompiledDispatchMode):
-    """ATen's arithmetic on "meta" tensors as shapes and dtypes alone: torch's own imports sympy and torch._dynamo."""
+    """Runs ATen's arithmetic on meta tensors as shapes and dtypes only: torch's own meta functions import sympy and
+    torch._dynamo.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in EXTREMES and len(args) == 2:  # of one dimension
+        if func in EXTREMES and len(args) == 2:  # reduces one dimension
             return args[0].select(*args[1], 0)
         if torch.Tag.pointwise not in func.tags and func not in WHERE:
             return func(*args, **(kwargs or {}))
@@ -165,6 +169,8 @@ def on_meta(call: Any, tokens: int) -> Any:
         shape, stride = list(value.shape), value.stride()
         if name in OF_PAIRS:
             shape, stride = [2, tokens], (tokens, 1)
+        elif name == "offsets":
+            shape[0] = tokens + 1
         elif name == "retained":
             shape[0] = min(tokens, rows_to_retain(shape[1]))
         elif shape and name not in OF_CLASSES:
@@ -177,7 +183,7 @@ def on_meta(call: Any, tokens: int) -> Any:
 
 
 def head_of(call: Arguments) -> Hashable:
-    """All that its kernels depend on, in this process and in another."""
+    """Everything that the kernels depend on, as a key that is valid in other processes, too."""
     features: list[Any] = [call.op, get_workspace(), get_retained()]
     for name, value in zip(call.index, call.values()):
         if isinstance(value, Tensor):

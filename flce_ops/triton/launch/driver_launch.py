@@ -1,15 +1,16 @@
-"""Launches as the CUDA driver takes them: read off the graph of a stream that captures, then launched without Triton.
+"""Reads a step's launches off a captured CUDA graph, and then launches them through the CUDA driver, without Triton.
 
-    while a step is captured   nothing runs; whatever its stream is given, by Triton or by other means, becomes a node
-    each node                  one kernel after another: its function, its grid and the bytes of its parameters
+    while a step is captured   nothing runs; all work for the stream, from Triton or elsewhere, becomes a node
+    each node                  must be a kernel, one after another: its function, its grid, the bytes of its parameters
     which hold addresses       8 bytes that point into known memory: a pointer. 128 bytes with one in them: a tensor map
     from then on               addresses are written into cells, cuTensorMapReplaceAddress changes the maps,
-                               cuLaunchKernel
+                               cuLaunchKernel launches
 
-A graph of anything else is refused: copies, branches, clusters, pointers to memory that the step was not given.
+Graphs with copies, branches, clusters, or pointers to memory that the step was not given are refused.
 
-H200's host: a launch through Triton's launcher takes 5 to 9 us, with tensor maps 21 to 30, of a step's sixteen 190 in
-all. Parameters are read, not assumed, because their layout is Triton's own and changes with its versions.
+On an H200's host, a launch through Triton's launcher takes 5 to 9 us, with tensor maps 21 to 30 us, so a step of
+sixteen launches takes 190 us. The parameters are read from the graph, because their layout is Triton's own and changes
+between versions.
 """
 
 import ctypes
@@ -22,11 +23,12 @@ import torch
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
-NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no waiting for the default stream, which cannot be captured
-RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do what they like meanwhile
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit waiting for the default stream, which cannot be captured
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may use CUDA meanwhile
 MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-# Of a launch that is a function, a grid and parameters: CU_LAUNCH_ATTRIBUTE_COOPERATIVE, and the most of each number of
-# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION. cuGraphGetEdges refuses a programmatic dependence.
+# The largest value of an attribute for a launch that is only a function, a grid and parameters: 2 is
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 4 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION (each of its numbers). Programmatic
+# dependences are refused by cuGraphGetEdges.
 PLAIN = {2: 0, 4: 1}
 FUNCTIONS = (
     *("cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamGetCaptureInfo_v2", "cuStreamEndCapture"),
@@ -59,9 +61,9 @@ class Launch(NamedTuple):
 
 
 class Capture:
-    """What a stream is given in this context, as a graph. Nothing of it runs."""
+    """Captures the work that a stream is given in this context as a graph. None of it runs."""
 
-    _one_at_a_time = threading.Lock()  # there is one stream for it
+    _one_at_a_time = threading.Lock()  # all captures of a device share one stream
 
     def __init__(self, stream: int) -> None:
         self.stream, self.graph = ctypes.c_void_p(stream), ctypes.c_void_p()
@@ -70,17 +72,21 @@ class Capture:
         self._one_at_a_time.acquire()
         try:
             check(driver().cuStreamBeginCapture_v2(self.stream, RELAXED))
-        except RuntimeError:
-            self._one_at_a_time.release()
+            status, graph = ctypes.c_int(), ctypes.byref(self.graph)
+            driver().cuStreamGetCaptureInfo_v2(self.stream, ctypes.byref(status), None, graph, None, None)
+        except BaseException:  # an interrupt, too: the next capture would wait for the lock for ever
+            self.end()
             raise
-        status, graph = ctypes.c_int(), ctypes.byref(self.graph)
-        driver().cuStreamGetCaptureInfo_v2(self.stream, ctypes.byref(status), None, graph, None, None)
         return self
 
     def __exit__(self, *_: object) -> None:
+        check(self.end())
+
+    def end(self) -> int:
+        """What the driver says: no success where nothing began."""
         self.graph = ctypes.c_void_p()
         try:
-            check(driver().cuStreamEndCapture(self.stream, ctypes.byref(self.graph)))
+            return driver().cuStreamEndCapture(self.stream, ctypes.byref(self.graph))
         finally:
             self._one_at_a_time.release()
 
@@ -89,13 +95,13 @@ class Capture:
             driver().cuGraphDestroy(self.graph)
 
     def count(self) -> int:
-        """Of the nodes so far."""
+        """The number of nodes so far."""
         count = ctypes.c_size_t()
         check(driver().cuGraphGetNodes(self.graph, None, ctypes.byref(count)))
         return count.value
 
     def launches(self) -> list[Launch] | None:
-        """In their order; None where the graph is more than one plain kernel after another."""
+        """The launches in their order; None unless the graph is a sequence of plain kernels."""
         count = self.count()
         nodes, sources, targets = ((ctypes.c_void_p * count)() for _ in range(3))
         number, edges = ctypes.c_size_t(count), ctypes.c_size_t(count)
@@ -116,7 +122,7 @@ class Capture:
 
 
 def launch_of(node: int) -> Launch | None:
-    """None for what is no plain kernel."""
+    """The launch of a graph node; None if it is not a plain kernel."""
     found = KernelNodeParams()
     failed = driver().cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(found))
     if failed or not found.function or not found.parameters:
@@ -131,7 +137,7 @@ def launch_of(node: int) -> Launch | None:
 
 
 def sizes_of(function: int) -> list[int]:
-    """Bytes of each parameter."""
+    """The size of each parameter in bytes."""
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while not driver().cuFuncGetParamInfo(
@@ -141,16 +147,17 @@ def sizes_of(function: int) -> list[int]:
     return sizes
 
 
-Cell = ctypes.c_uint64  # an address of repeated launches
+Cell = ctypes.c_uint64  # the memory of one address, read at each repeated launch
 
 
 class DriverLaunches:
-    """Launches, to be repeated with whatever addresses are in their cells."""
+    """Launches that are repeated at whatever addresses their cells hold."""
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.launches: list[tuple[Callable, Any]] = []  # cuLaunchKernel up to the stream, the parameters
-        self.maps: dict[tuple[bytes, int], tuple[Any, Cell]] = {}  # where one is, the cell of its address
+        self.launches: list[tuple[Callable, Any]] = []  # (cuLaunchKernel without its last arguments, the parameters)
+        # by content and cell: (the tensor map, the cell of its address)
+        self.maps: dict[tuple[bytes, int], tuple[Any, Cell]] = {}
         self.kept_alive: list[Any] = []
 
     def run(self, stream: int) -> None:
@@ -162,7 +169,7 @@ class DriverLaunches:
             check(launch(stream_pointer, parameters, None))
 
     def add(self, launch: Launch, cell_at: Callable[[int], Cell | None]) -> bool:
-        """Whether all of its addresses are known: whether `cell_at` has a cell for them."""
+        """Adds a launch. Returns whether `cell_at` has a cell for each of its addresses."""
         pointers = []
         for value in launch.parameters:
             cells = [cell_at(int.from_bytes(value[i : i + 8], "little")) for i in range(0, len(value) - 7, 8)]
@@ -184,7 +191,7 @@ class DriverLaunches:
         return True
 
     def tensor_map(self, value: bytes, cell: Cell) -> int:
-        """Its address; launches with the same one share it."""
+        """The address of the tensor map; launches with the same map share it."""
         key = value, ctypes.addressof(cell)
         if key not in self.maps:
             buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
@@ -196,14 +203,14 @@ class DriverLaunches:
 
 
 def is_address(number: int) -> bool:
-    """Of memory that CUDA knows."""
+    """Whether the number is an address of memory that CUDA knows."""
     memory_type = ctypes.c_uint()
     asked = ctypes.byref(memory_type), MEMORY_TYPE, ctypes.c_uint64(number)
     return number != 0 and driver().cuPointerGetAttribute(*asked) == 0
 
 
 def bind_context(device: int) -> None:
-    """A thread that has not called CUDA yet has none."""
+    """Makes the device's context current: a thread that has not called CUDA yet has no context."""
     library, context = driver(), ctypes.c_void_p()
     library.cuCtxGetCurrent(ctypes.byref(context))
     if not context:
@@ -213,7 +220,7 @@ def bind_context(device: int) -> None:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Nobody else's, as one from torch's pool may be: what another thread gave it would be captured, too."""
+    """A stream of our own. Another thread may use a stream from torch's pool, and its work would be captured, too."""
     stream = ctypes.c_void_p()
     check(driver().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING))
     return torch.cuda.ExternalStream(stream.value, device=device)
@@ -226,7 +233,7 @@ def check(q: int) -> None:
 
 @functools.cache
 def driver() -> Any:
-    """None without one, or before CUDA 12.4."""
+    """None if there is no driver, or if it is older than CUDA 12.4."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

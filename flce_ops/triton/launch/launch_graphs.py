@@ -1,15 +1,15 @@
-"""Launches that come again at the same addresses go to the driver as one: a CUDA graph.
+"""If a step's launches repeat at the same addresses, they go to the driver as one: a CUDA graph.
 
     1st time at these addresses    launch by launch
-    2nd time                       the same; captured, too, on a stream where nothing runs
+    2nd time                       launch by launch; also captured, on a stream where nothing runs
     from the 3rd                   one launch of the graph
 
-A loop that frees its gradients before the next step gets the same memory in every step, so its addresses come again.
-They are all that can differ: everything else is a part of the kind of call (replay.py).
+A loop that frees its gradients before the next step gets the same memory in every step, so its addresses repeat. Within
+a kind of call, only addresses can differ (replay.py).
 
-A graph takes memory of the driver, so there are few, and what nobody used for a while makes room.
+A graph takes driver memory, so their number is limited, and a graph that was not used for a while makes room.
 
-H200's host: sixteen launches 100 to 115 us, their graph 15; making it, once, 30 to 280.
+On an H200's host, sixteen launches take 100 to 115 us and their graph 15 us. Making the graph takes 30 to 280 us, once.
 """
 
 import ctypes
@@ -21,15 +21,15 @@ import torch
 
 from .driver_launch import Capture, DriverLaunches, bind_context, capture_stream, check, driver
 
-LAUNCHES_AT_LEAST = 4  # of fewer a graph is no faster
-LAUNCHES_AT_MOST = 96  # a step of more does not wait for the host
-ADDRESSES_AT_MOST = 8  # of a kind that are remembered: a loop that has more of them is launched as it was
-GRAPHS_AT_MOST = 32  # of all kinds
-IDLE_SECONDS = 10.0  # after which a graph makes room for another
+LAUNCHES_AT_LEAST = 4  # with fewer a graph is no faster
+LAUNCHES_AT_MOST = 96  # with more the step is not limited by the host
+ADDRESSES_AT_MOST = 8  # sets of addresses that are remembered for a kind; a loop with more of them is never a graph
+GRAPHS_AT_MOST = 32  # over all kinds
+IDLE_SECONDS = 10.0  # after this time a graph makes room for another
 
 
 class Graph:
-    """The launches at the addresses that they have while this is made."""
+    """A CUDA graph of the launches, at the addresses that they have when it is made."""
 
     def __init__(self, launches: DriverLaunches) -> None:
         self.instance, self.used = ctypes.c_void_p(), time.monotonic()
@@ -49,20 +49,21 @@ class Graph:
             self.destroy(self.instance)
 
 
-_graphs: list[tuple[Graph, dict[Hashable, Graph | None], Hashable]] = []  # all there are, and where
-_lock = threading.Lock()  # of these
+# all graphs: (graph, the dictionary that holds it, its key there)
+_graphs: list[tuple[Graph, dict[Hashable, Graph | None], Hashable]] = []
+_lock = threading.Lock()  # guards `_graphs` and the dictionaries
 
 
 class LaunchGraphs:
-    """Of one kind of call."""
+    """The graphs of one kind of call."""
 
     def __init__(self, launches: DriverLaunches) -> None:
         self.launches = launches
-        self.known: dict[Hashable, Graph | None] = {}  # by addresses; None where there is none yet
+        self.known: dict[Hashable, Graph | None] = {}  # by addresses; None: seen once, without a graph
         self.usable = LAUNCHES_AT_LEAST <= len(launches.launches) <= LAUNCHES_AT_MOST
 
     def run(self, addresses: Hashable, stream: int) -> bool:
-        """Whether there is a graph of these, which then runs."""
+        """Launches the graph for these addresses. Returns whether there was one."""
         graph = self.known.get(addresses)
         if graph is None or torch.cuda.is_current_stream_capturing():
             return False
@@ -71,7 +72,9 @@ class LaunchGraphs:
         return True
 
     def add(self, addresses: Hashable) -> None:
-        """The launches have run at these, which they still have."""
+        """Notes that the launches have run at these addresses, which their cells still hold. Makes a graph the second
+        time.
+        """
         if not self.usable or torch.cuda.is_current_stream_capturing():
             return
         with _lock:
@@ -83,12 +86,12 @@ class LaunchGraphs:
                 try:
                     self.known[addresses] = graph = Graph(self.launches)
                     _graphs.append((graph, self.known, addresses))
-                except RuntimeError:  # another thread captures, say; what was asked for has run
+                except RuntimeError:  # another thread may be capturing; the launches themselves have run
                     self.usable = False
 
 
 def is_room() -> bool:
-    """For one more graph."""
+    """Whether one more graph may be made. Forgets an idle one if necessary."""
     if len(_graphs) < GRAPHS_AT_MOST:
         return True
     graph, known, addresses = min(_graphs, key=lambda made: made[0].used)

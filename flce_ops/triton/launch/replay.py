@@ -1,21 +1,21 @@
-"""A step's kernel launches, captured once and repeated: the host's time of a step is the driver's alone.
+"""Captures a step's kernel launches once and repeats them, so that a step costs the host only the driver's launches.
 
-    1st call of a kind    the step as it is written
-    2nd                   captured: a graph of all that its stream is given, of which nothing runs; then as the 3rd
-    from the 3rd          temporary memory, addresses, launches
+    1st call of a kind    the step runs as written
+    2nd                   captured: the stream's work becomes a graph, and nothing runs; then as the 3rd
+    from the 3rd          allocates the temporary memory, sets the addresses, launches
 
-A kind is all that Python can branch on: the function, shapes, strides, dtypes and alignments of its tensors, its other
-arguments, the workspace. What differs within one are addresses: a kernel's pointer is a cell, some bytes into a tensor
-of the arguments or into the temporary memory, where what is not in use together may share its bytes. What has an
-address goes to the driver without Triton (driver_launch.py); where all addresses are those of an earlier call, in one
-launch (launch_graphs.py).
+A kind is everything that Python can branch on: the function; shapes, strides, dtypes and alignments of its tensors; its
+other arguments; the workspace. Within a kind, only addresses differ. Each pointer of a kernel is a cell: an offset into
+a tensor of the arguments or into the temporary memory. Temporaries that are not in use at the same time may share
+bytes. The launches go to the driver without Triton (driver_launch.py). If all addresses are those of an earlier call,
+they go as one launch (launch_graphs.py).
 
-The first call of a kind is not captured, because tokens of ever new numbers would be slower with it.
+The first call of a kind is not captured: if the number of tokens changes in every call, capturing would only cost time.
 
-A launch is in the graph whoever made it: Triton, a library of CUDA, ctypes. Only what is given to another stream than
-torch's current one is not, which no step may do. Only a step of launches that can be made again, allocations and views
-is repeated. One that runs anything else of ATen, as class weights or a bias's gradient do, or copies memory, or gives a
-kernel memory that is neither the arguments' nor its own, is run as it is written.
+The graph contains every launch on torch's current stream, whether Triton, a CUDA library or ctypes makes it. Work on
+other streams is not captured, so steps must not use them. A step is repeated only if it consists of launches,
+allocations and views. A step that runs other ATen operators (class weights and a bias's gradient do), copies memory, or
+gives a kernel memory that is neither the arguments' nor its own runs as written each time.
 """
 
 import functools
@@ -50,25 +50,26 @@ VIEWS = (
     aten.view.dtype,
 )
 KINDS_AT_MOST = 256
-LAUNCHES_AT_MOST = 2000  # of a kind: some 3 KiB each
-ALIGNMENT = 512  # of an allocation, as the caching allocator has it
-# Integer arguments of kernels, by name, that follow from how many tokens there are. Triton compiles a kernel again
-# where one is 1, or a multiple of 16, unless it is told not to. Where a distance between rows is one of them,
-# the kernel rounds it up to a multiple of 16 (valid_tokens.py).
+LAUNCHES_AT_MOST = 2000  # of one step; a launch takes about 3 KiB
+ALIGNMENT = 512  # of an allocation, as in the caching allocator
+# Names of integer kernel arguments that depend on the number of tokens. Unless it is told not to, Triton compiles a
+# kernel again if such an argument is 1 or a multiple of 16. If a distance between rows is among them, the kernel rounds
+# it up to a multiple of 16 (valid_tokens.py).
 VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
     *("B", "G", "K", "L", "P", "W", "depth_of_splits", "first_tile", "steps"),
 }
-LARGE = 1 << 20  # bytes from which the caching allocator gives out blocks of about the size
+LARGE = 1 << 20  # from this size on, the caching allocator's blocks have about the requested size
 
 
 @dataclass(eq=False)
 class Temporary:
-    """Memory that the step allocated, and the launches between which it is in use."""
+    """Memory that the step allocated. It is in use from launch `first` to launch `last`."""
 
     nbytes: int
     address: int = 0
-    since: int = 0  # launches before it was allocated: other memory was there for these
+    # number of launches before its allocation; earlier launches may have used other memory at its address
+    since: int = 0
     first: int = -1
     last: int = -1
     block: int = -1
@@ -79,9 +80,9 @@ class Temporary:
 
 
 def Kernel(function: Any) -> Any:
-    """A Triton kernel, compiled once for all N; in a context that compiles ahead (ahead.py) not launched."""
+    """A Triton kernel that is compiled once for all N. Compiling ahead (ahead.py) does not launch the kernel."""
     kernel = triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
-    if not hasattr(kernel, "params"):  # the interpreter's
+    if not hasattr(kernel, "params"):  # it runs in the interpreter
         return kernel
     launch = kernel.run
 
@@ -93,7 +94,8 @@ def Kernel(function: Any) -> Any:
         future = launch(*args, **(options | {"warmup": True}))
         if isinstance(future, triton.FutureKernel) and future not in ahead.kernels:
             ahead.kernels[future] = kernel.__name__
-            future.finalize_compile(future)  # which the next launch like it finds
+            # the next launch with the same constants finds the future in Triton's cache
+            future.finalize_compile(future)
         return future
 
     kernel.run = run
@@ -105,19 +107,19 @@ class NotRepeatable(Exception):
 
 
 class Recording(UncompiledDispatchMode):
-    """Where the memory is that a captured step's launches are given."""
+    """Records where the memory is that a captured step gives its launches."""
 
     def __init__(self, tensors: Sequence[Tensor], capture: Capture, allocating: Any) -> None:
         super().__init__()
-        # first byte, one past the last, which of the tensors
+        # (first byte, one past the last, index of the tensor)
         self.given = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
         ends = [stop for _, stop, _ in self.given]
         if any(stop > start for stop, (start, *_) in zip(ends, self.given[1:])):
             raise NotRepeatable("an address would not tell whose it is")
         self.capture = capture
-        self.allocating = allocating  # context of the stream whose memory it takes: that of the call, as ever
+        self.allocating = allocating  # a context: allocations come from the caller's stream, as usual
         self.temporaries: list[Temporary] = []
-        self.cells: dict[tuple[int | Temporary, int], Cell] = {}  # by what holds it, bytes into that
+        self.cells: dict[tuple[int | Temporary, int], Cell] = {}  # keyed by (what holds the address, offset in it)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in VIEWS:
@@ -132,7 +134,7 @@ class Recording(UncompiledDispatchMode):
         return result
 
     def cell_at(self, now: int, address: int) -> Cell | None:
-        """Of an address in the launch `now`; None where no memory of the step is."""
+        """The cell of an address in launch `now`; None if the address is not in the step's memory."""
         for start, stop, index in self.given:
             if start <= address < stop:
                 return self.cells.setdefault((index, address - start), Cell())
@@ -144,7 +146,7 @@ class Recording(UncompiledDispatchMode):
         return None
 
     def launches(self, device: int) -> DriverLaunches | None:
-        """None where they cannot be repeated."""
+        """None if the launches cannot be repeated."""
         captured = self.capture.launches() if self.capture.count() <= LAUNCHES_AT_MOST else None
         launches = DriverLaunches(device)
         for now, launch in enumerate(captured or ()):
@@ -160,11 +162,12 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
-    """Gives each its block and its offset; the bytes of the blocks. Those in use together are apart.
+    """Assigns each temporary a block and an offset, and returns the sizes of the blocks. Temporaries in use together
+    stay apart.
 
-    A large one has a block of its own size, perhaps after one another: in the step as it is written the allocator
-    gave out that size, and has it again. The others are in the last block, the largest first, each at the lowest
-    offset that is free for it.
+    A large temporary gets a block of its own size, which several may use one after another: the caching allocator has
+    blocks of that size, because the step as written requested them. All others share the last block. They are placed by
+    size, the largest first, each at the lowest free offset.
     """
     blocks: list[list[Temporary]] = []
     small: list[Temporary] = []
@@ -187,7 +190,7 @@ def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
 
 
 class Replay:
-    """What a Recording found, ready to be repeated."""
+    """A Recording's launches and memory, ready to be repeated."""
 
     def __init__(self, recording: Recording, launches: DriverLaunches, result: Any) -> None:
         self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
@@ -198,7 +201,7 @@ class Replay:
         ]
         self.launches, self.graphs = launches, LaunchGraphs(launches)
         self.result = result
-        self.lock = threading.Lock()  # its cells are one thread's at a time
+        self.lock = threading.Lock()  # one thread at a time uses the cells
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         device = tensors[0].device
@@ -219,13 +222,14 @@ class Replay:
 
 PLAIN = {type(None), bool, int, float, str}
 SEEN_ONCE, NOT_REPEATABLE = object(), object()
-_known: dict[Hashable, Any] = {}  # by kind; what was used last stands last
+_known: dict[Hashable, Any] = {}  # by kind; the most recently used kind stands last
 
 
 def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
-    """step(*arguments, *fresh), whose result holds no tensors. All memory it writes to, but its own, is in these.
+    """Runs step(*arguments, *fresh), or repeats its launches. The step's result holds no tensors.
 
-    `fresh` was allocated for this call, and its shapes follow from the arguments and from how many it is.
+    The step writes only to `arguments`, to `fresh` and to memory that it allocates. `fresh` holds the tensors that were
+    allocated for this call. Their shapes depend on the arguments and on `len(fresh)`.
     """
     tensors: list[Tensor] = []
     features: list[Hashable] = [step, get_workspace(), len(fresh)]
@@ -240,16 +244,18 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
         compile_first()
     if isinstance(known, Replay):
         return known.run(tensors)
-    if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():  # while its graph grows, no other one
+    # during a capture no second graph is captured
+    if known is not SEEN_ONCE or torch.cuda.is_current_stream_capturing():
         forget_old_kinds()
         return step(*arguments, *fresh)
     replay = captured(lambda: step(*arguments, *fresh), tensors)
     _known[kind] = replay or NOT_REPEATABLE
-    return step(*arguments, *fresh) if replay is None else replay.run(tensors)
+    return replay.run(tensors) if isinstance(replay, Replay) else step(*arguments, *fresh)
 
 
-def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | None:
-    """The step, of which nothing has run; None where it cannot be repeated."""
+def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+    """The step, of which nothing has run: a Replay. None where it cannot be repeated, SEEN_ONCE where another call may
+    find that it can."""
     device = tensors[0].device
     if driver() is None:
         return None
@@ -260,6 +266,8 @@ def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | Non
         recording = Recording(tensors, capture, allocating)
         with capture, torch.cuda.stream(stream), recording:
             result = step()
+    except torch.OutOfMemoryError:  # which says nothing about the step
+        return SEEN_ONCE
     except (NotRepeatable, RuntimeError):  # of CUDA, say: what cannot be captured. As it is written the step may run
         return None
     launches = recording.launches(device.index)
@@ -267,15 +275,17 @@ def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Replay | Non
 
 
 def forget_old_kinds() -> None:
-    with suppress(RuntimeError, StopIteration):  # another thread changes them: the next call goes on
+    with suppress(RuntimeError, StopIteration):  # another thread changes the dictionary: the next call continues
         while len(_known) > KINDS_AT_MOST:
             _known.pop(next(iter(_known)), None)
 
 
 def watched() -> bool:
-    """Triton is to call somebody at each launch, a profiler say: repeated ones would pass that by."""
+    """Whether something, such as a profiler, has asked Triton to be called at each launch. Repeated launches would
+    bypass it.
+    """
     runtime = triton.knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; None or a function, if one is set
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; otherwise None, or one function
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
@@ -288,14 +298,16 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
-    """The tensors among the values, and everything of these but the addresses and the numbers in the tensors."""
+    """Appends the tensors among the values to `tensors`, and to `features` everything about the values except the
+    addresses and contents of tensors.
+    """
     for value in values:
-        if type(value) in PLAIN:  # most of a call's values
+        if type(value) in PLAIN:  # the most frequent case first
             features.append(value)
         elif isinstance(value, Tensor):
             tensors.append(value)
             features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
-        elif isinstance(value, (list, tuple)):  # three times as fast as a union
+        elif isinstance(value, (list, tuple)):  # three times as fast as `list | tuple`
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):

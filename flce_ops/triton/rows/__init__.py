@@ -1,17 +1,17 @@
-"""What is done to rows of tokens, before and after a GEMM.
+"""Kernels over rows of tokens, before and after a GEMM.
 
-valid_tokens.py          the tokens that count, and how many, on the device; one chunk for them where they are few
-copy_rows.py             rows in their order and back; gradient rows back to where tokens are
-gather_tokens.py         their rows and target logits, K of a soft target
-topk.py                  K classes of a token: equal ones; the largest entry
-finish_rows.py           after the logits GEMM: the functions of an objective
-row_statistics.py        by-products of rows
-gradient_factors.py      before the GEMM of backward, where lse is known
-set_entries.py           the target's entries of a gradient
+valid_tokens.py          the valid tokens and their number, on the device; whether one chunk suffices for them
+copy_rows.py             copies rows of valid tokens side by side; moves gradient rows back to their tokens
+gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
+topk.py                  the K classes of a token: equal classes; the largest entry
+finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
+row_statistics.py        entropy and other statistics of rows
+gradient_factors.py      before the GEMM of backward, where lse is known: the factors of G
+set_entries.py           the targets' entries of a gradient
 scale_rows.py            c input
-target_rows.py           what its rounding took, for rows of few targets
+target_rows.py           exact weight gradients of classes that are the target of few tokens
 smoothing.py, column_sums.py rank-1 terms, column sums
 sum_losses.py            the scalar loss
-grad_output.py           the scalar that arrives in backward
+grad_output.py           multiplies gradients by the scalar that backward receives
 two_sum.py               a number in two float32
 """

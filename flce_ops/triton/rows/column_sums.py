@@ -1,4 +1,4 @@
-"""sum_i factor_i matrix_ij in float32, in a fixed order: the bias gradient, label smoothing, sums over tiles."""
+"""sum_i factor_i matrix_ij in float32, in a fixed order: bias gradients, label smoothing, sums over tiles."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from .valid_tokens import ValidTokens, valid_rows
 
 # n rows, C columns, S slices of the rows
 
-PROGRAMS = 1024  # some eight a multiprocessor
-ROWS_AT_LEAST = 128  # of a slice
+PROGRAMS = 1024  # about eight a multiprocessor
+ROWS_AT_LEAST = 128  # rows of a slice
 BLOCK_R, BLOCK_C = 32, 128
 
 
@@ -26,14 +26,14 @@ def weighted_column_sum_kernel(
     C,
     rows_per_split,
     factor_ptr,  # (n,) float32
-    valid_tokens,  # ValidTokens, whose rows are summed; None for all
+    valid_tokens,  # ValidTokens: only their rows are summed; None: all rows
     stride_r,
     stride_c,
-    GATHERED: tl.constexpr,  # the rows stand in the order of the valid tokens
+    GATHERED: tl.constexpr,  # the rows are in the order of the valid tokens
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program owns BLOCK_C columns of one of S slices of the rows."""
+    """One program sums BLOCK_C columns over one of S slices of the rows."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
     first = split * rows_per_split
@@ -55,7 +55,9 @@ def weighted_column_sum_kernel(
 
 
 def sum_over_rows(kernel: Any, matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:  # (C,) float32
-    """In two steps, as many parts as keep a GPU's memory busy. Their sum is the sum of a matrix again."""
+    """Sums in two steps, with enough slices to keep a GPU's memory busy. The (S, C) partial sums are summed as a matrix
+    again.
+    """
     rows, columns = matrix.shape
     column_blocks = triton.cdiv(columns, BLOCK_C)
     splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
@@ -67,9 +69,9 @@ def sum_over_rows(kernel: Any, matrix: Tensor, *arguments: Any, **options: Any) 
 
 def weighted_column_sum(
     matrix: Tensor,  # (n, C)
-    factor: Tensor | None,  # (n,) float32; None for 1
-    valid_tokens: ValidTokens | None = None,  # the rows to sum; None for all
+    factor: Tensor | None,  # (n,) float32, in the order of the valid tokens; None for 1
+    valid_tokens: ValidTokens | None = None,  # only their rows are summed; None: all rows
     *,
-    gathered: bool = True,  # the rows stand in the order of the valid tokens, as `factor` does in any case
+    gathered: bool = True,  # the rows of the matrix are in the order of the valid tokens
 ) -> Tensor:  # (C,) float32
     return sum_over_rows(weighted_column_sum_kernel, matrix, factor, valid_tokens, *matrix.stride(), GATHERED=gathered)

@@ -1,14 +1,14 @@
-"""Rows copied: to rows of another length, of the valid tokens side by side, and back to where the tokens stand.
+"""Copies rows: to rows of another length, of valid tokens side by side, and from there back to their tokens' places.
 
-    to another length     what is missing at their end becomes 0, what is too much stays behind
-    of the valid tokens   in their order, zeros behind them: gather_tokens.py where there is no target
-    back                  in place, from the last row to the first, as no row moves down:
+    to another length     missing columns become 0, surplus columns are dropped
+    of the valid tokens   in their order, with zeros behind them; gather_tokens.py does this where there is a target
+    back                  in place, from the last row to the first, because rows only move up:
 
-                 valid tokens first         as the tokens stand
+                 valid tokens first         where the tokens are
     place        0 1 2 3 - -       ->       0 - 1 - 2 3
 
-A kernel of its own beside gather_tokens.py: there a program walks one row, whose product with the target's it adds up;
-a copy has nothing to add up, and blocks of rows and columns make four loads of 16 bytes a thread whatever D is.
+gather_tokens.py has a separate kernel: a program there walks one row, because it sums the row's product with the
+target's row. A copy has no sum, so blocks of rows and columns give each thread four loads of 16 bytes for any D.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16)
 @Kernel
 def copy_rows_kernel(
     matrix_ptr,  # (N, C)
-    out_ptr,  # (n, columns of its own)
-    valid_tokens,  # ValidTokens, whose rows are copied and zeros behind them up to a multiple of 128; None for all
+    out_ptr,  # (n, out_columns)
+    # ValidTokens: their rows are copied, with zeros behind them up to a multiple of 128; None: all rows are copied
+    valid_tokens,
     n,
     C,
     out_columns,
@@ -71,7 +72,7 @@ def launch_copy_rows(matrix: Tensor, out: Tensor, valid_tokens: ValidTokens | No
 
 
 def copied_rows(matrices: Sequence[Tensor], columns: int) -> list[Tensor]:
-    """Of each the first `columns`, and zeros where it has fewer: (N, columns), contiguous."""
+    """The first `columns` columns of each matrix, padded with zeros: (N, columns), contiguous."""
     outs = [matrix.new_empty(matrix.shape[0], columns) for matrix in matrices]
     if outs:
         with torch.cuda.device_of(outs[0]):
@@ -80,10 +81,10 @@ def copied_rows(matrices: Sequence[Tensor], columns: int) -> list[Tensor]:
 
 
 def copy_step(matrices: tuple[Tensor, ...], columns: int, *outs: Tensor) -> None:
-    """`columns` is of outs: a part of what calls are told apart by.
+    """`columns` is the width of `outs`. It is an argument so that replay.py tells calls of different widths apart.
 
-    Entries go as integers of 8, 4 or 2 bytes, the widest that both rows are made of: rows that do not start on 16 bytes
-    cannot be read by more, and ATen moves them number by number.
+    Entries are copied as integers of 8, 4 or 2 bytes, the widest that both rows consist of. Rows that do not start on
+    16 bytes cannot be read in wider units, and ATen copies them number by number.
     """
     for matrix, out in zip(matrices, outs):
         if out.numel():
@@ -92,7 +93,7 @@ def copy_step(matrices: tuple[Tensor, ...], columns: int, *outs: Tensor) -> None
 
 
 def fits(matrix: Tensor, integer: torch.dtype) -> bool:
-    """Whether rows are made of such integers; of the matrix's own size they always are."""
+    """Whether the rows consist of such integers. With integers of the matrix's own size they always do."""
     size, own = integer.itemsize, matrix.element_size()
     whole = all(number * own % size == 0 for number in (matrix.shape[1], matrix.stride(0)))
     return size == own or (matrix.stride(1) == 1 and whole and matrix.data_ptr() % size == 0)
@@ -109,24 +110,25 @@ def spread_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program owns some columns. It reads a block of rows and then writes it: what it reads afterwards lies before
-    the block, and no barrier waits for the writes. Where all tokens are valid there is nothing to do."""
+    """One program owns a few columns. It reads a block of rows, then writes it. The rows it reads afterwards stand
+    before the block, so no barrier has to wait for the writes. If all tokens are valid there is nothing to do.
+    """
     cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     blocks = tl.where(tl.load(count_ptr) < N, tl.cdiv(N, BLOCK_N), 0)
     for block in range(0, blocks):
         rows = (blocks - 1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
         place = tl.load(place_ptr + rows, mask=rows < N, other=-1)
         values = load_tile(matrix_ptr, place, cols, place >= 0, cols < D, stride_n)
-        tl.debug_barrier()  # all of the block is read before any of it is written
+        tl.debug_barrier()  # the whole block is read before any of it is written
         store_tile(matrix_ptr, values, rows, cols, rows < N, cols < D, stride_n)
 
 
 def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor) -> None:
-    """Zeros where no token is valid."""
+    """Moves row k to the place of the k-th valid token. Rows of ignored tokens become zeros."""
     assert matrix.stride(1) == 1
     tokens, columns = matrix.shape
-    # 64 bytes of half numbers; 128 programs at D = 4096, where fewer columns each took 1.5 times as long. Fewer rows at
-    # a time wait for the memory more often: H200, 23 us at 8192x1024, 33 with 256 rows.
+    # 32 columns are 64 bytes of half numbers, and 128 programs at D = 4096. Fewer columns a program took 1.5 times as
+    # long. Fewer rows at a time wait for memory more often: H200, 23 us at 8192x1024 with 1024 rows, 33 with 256.
     block_d = 64 if interpreted(matrix) else 32
     spread_rows_kernel[(triton.cdiv(columns, block_d),)](
         matrix, place, valid_tokens.total, tokens, columns, matrix.stride(0), BLOCK_N=1024, BLOCK_D=block_d, num_warps=8

@@ -1,15 +1,15 @@
-"""Losses of a chunk's valid tokens once their row sums are known, and what makes E the gradient of the logits.
+"""After the logits GEMM: the losses of a chunk's valid tokens, and the factors that turn E into the logit gradient G.
 
-With l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py), p = E / Z and without label smoothing
+Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing:
 
     G_ij = (l p_ij + sum_(k: y_k = j) a_k) dz/du = c E'_ij      c = l logit_scale / Z
                                                                 E'_iyk = (E_iyk - Z sum_(equal k) slope_k / d_lse) dz/du
                                                                 E'     = E elsewhere
 
-so the row factor c goes to the (n, D) sides of the two GEMMs and E is not read again. Over a vocabulary that ranks
-share, Z is the whole row's in units of this rank's reference: 2^(lse2 - r).
+So the row factor c multiplies the (n, D) operands of the two gradient GEMMs, and E is not read again. If ranks share
+the vocabulary, Z is the sum of the whole row relative to this rank's reference: 2^(lse2 - r).
 
-Logits, references and logarithms of sums are in base 2 (times log2 e), but for what an objective reads.
+Logits, references and logarithms of sums are in base 2 (times log2 e). The functions of an objective get nats.
 """
 
 from typing import NamedTuple
@@ -32,50 +32,53 @@ from .valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
-ROWS = 64  # of a program, where a token has one class
-# d_lse divides the slopes. Below this part of them it is made so large: p moves by a tenth of a rounding of a.
+ROWS = 64  # rows of a program if a token has one class
+# The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is raised to it. That moves p by
+# a tenth of a rounding of a.
 LEAST_SLOPE = tl.constexpr(2.0**-27)
-# lse2 - r beyond this: this rank's classes have probabilities below 2^-30, and 2^-90 leaves c * input normal numbers.
+# If lse2 - r exceeds this, the probabilities of this rank's classes are below 2^-30. Z is capped at 2^90 then, which
+# keeps c * input normal numbers.
 LARGEST_EXPONENT = tl.constexpr(90.0)
 
 
 class Tokens(NamedTuple):
-    """What is known of a chunk's tokens before the logits GEMM, and where their losses go.
+    """What is known of a chunk's tokens before the logits GEMM, and where their losses are written.
 
-    (n,) are in the order of the valid tokens, (N,) as the tokens stand. Of a soft target the first three vectors are
-    (n, K).
+    Vectors (n,) are in the order of the valid tokens, vectors (N,) in the order of all tokens. For soft targets the
+    first three vectors are (n, K).
     """
 
     valid_tokens: ValidTokens
-    target_logit: Tensor  # (n,) z2 of the target, or of column 0 where the target is not here
-    target_dz_du: Tensor | None  # (n,) dz/du / logit_scale at target_logit, with a softcap; or its class scale
-    column: Tensor  # (n,) int64, the target's, -1 where it is not here
-    reduction: Reduction | None  # of (N,) row scales g_i, or a mean; None for 1
+    target_logit: Tensor  # (n,) z2 of the target, or of column 0 if this rank does not have the target
+    # (n,) with a softcap: dz/du / logit_scale at target_logit; with a class scale: that scale
+    target_dz_du: Tensor | None
+    column: Tensor  # (n,) int64, the target's column; -1 if this rank does not have it
+    reduction: Reduction | None  # (N,) row scales g_i, or a mean; None for g_i = 1
     losses: Tensor | None  # (N,) out
     log_probs: Tensor | None  # (N,) out
 
 
 class WholeRows(NamedTuple):
-    """Of rows whose classes ranks share, (n,) each."""
+    """lse and the target's logit over all ranks that share the rows, (n,) each."""
 
     lse: Tensor
     target_logit: Tensor
 
 
 class FinishedRows(NamedTuple):
-    """What the gradient GEMMs need of rows, (n,) each."""
+    """What the gradient GEMMs need for each row, (n,) each."""
 
-    entry: Tensor  # E'_iy in E's dtype; of a soft target (n, K)
+    entry: Tensor  # E'_iy in E's dtype; (n, K) for soft targets
     row_factor: Tensor  # c_i
-    weight_factor: Tensor  # c_i with the rounding of E_iy taken up
+    weight_factor: Tensor  # c_i, corrected for the rounding of E_iy
     residual: Tensor  # c_i times that rounding
-    column: Tensor | None = None  # int64, of a soft target: the class of the entry whose rounding it is
-    row_sum: Tensor | None = None  # where ranks share a row: Z over all of them, of this rank's reference
+    column: Tensor | None = None  # int64, with soft targets: the class whose rounding `residual` holds
+    row_sum: Tensor | None = None  # if ranks share a row: Z over all ranks, relative to this rank's reference
 
 
 @triton.jit
 def with_shares(row_sum, shares, SOFT: tl.constexpr):
-    """Z, at least the targets' shares of it, which were summed in another order of the same products."""
+    """Z, raised to at least the target's exponential: the two sum the same products in different orders."""
     if SOFT:
         return tl.maximum(row_sum, tl.max(shares, 0), propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -94,7 +97,7 @@ def over_topk(values, SOFT: tl.constexpr):
 def shard_numbers_kernel(
     tokens,  # Tokens
     sums,  # RowSums
-    numbers_ptr,  # (k, n) out: lse2 of this rank's classes, z2 of the target or 0, and their logit sum if it is there
+    numbers_ptr,  # (k, n) out: lse2 of this rank's classes; z2 of the target, or 0; the logit sum, if requested
     n,
     BLOCK_N: tl.constexpr,
 ):
@@ -112,7 +115,9 @@ def shard_numbers_kernel(
 
 
 def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
-    """(k, n), to be exchanged: 2, 3 with logit sums. With argmax 2 more, which the caller fills in behind them."""
+    """Returns the (k, n) numbers that ranks exchange: 2, or 3 with logit sums. With argmax there are 2 more, which the
+    caller fills in.
+    """
     n = tokens.column.shape[0]
     count = 2 + (sums.logit_sum is not None) + 2 * (sums.argmax is not None)
     numbers = torch.empty(count, n, dtype=torch.float32, device=tokens.column.device)
@@ -124,21 +129,23 @@ def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
 def finish_rows_kernel(
     tokens,  # Tokens
     sums,  # RowSums
-    whole,  # WholeRows, or None where this rank has all classes
+    whole,  # WholeRows; None if this rank has all classes
     finished,  # FinishedRows, out
     n,
-    objective,  # its tensors as pointers
+    objective,  # RowNumbers, with tensors as pointers
     logit_scale_ptr,  # ()
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
-    SCALED: tl.constexpr,  # by the reduction
+    SCALED: tl.constexpr,  # a reduction multiplies the factors
     TOPK: tl.constexpr,
-    SOFT: tl.constexpr,  # K targets a token, one perhaps
-    BLOCK_N: tl.constexpr,  # 1 of a soft target
+    SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
+    BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
 ):
-    """BLOCK_N rows of one target, or BLOCK_TOPK targets at a time of one row: vectors of one of the two."""
+    """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
+    BLOCK_N or BLOCK_TOPK numbers.
+    """
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(tokens.valid_tokens, n)
     token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
@@ -157,7 +164,7 @@ def finish_rows_kernel(
     lse2 = reference + log2_sum
     if whole is not None:
         lse2 = tl.load(whole.lse + i, mask=mask, other=0.0)
-        # 0 where a bias of -inf switches off all classes of this rank (nan if those of all ranks)
+        # 0 if a bias of -inf switches off all classes of this rank; nan if it switches off those of all ranks
         exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
         row_sum = tl.exp2(tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent))
         tl.store(finished.row_sum + i, row_sum, mask=mask)
@@ -183,7 +190,7 @@ def finish_rows_kernel(
                 tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=written_rows(tokens.valid_tokens, i, n)
             )
         of_target, slope_of_target = OF_TARGET(surprisal, weight, at, objective)
-        if SOFT:  # a bias of -inf may switch the class of a weight of 0 off
+        if SOFT:  # a class of weight 0 may be switched off by a bias of -inf
             of_target = tl.where(weight == 0.0, 0.0, of_target)
         value += over_topk(of_target, SOFT)
         slope += over_topk(slope_of_target, SOFT)
@@ -195,8 +202,8 @@ def finish_rows_kernel(
     if tokens.losses is not None:
         tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=written_rows(tokens.valid_tokens, i, n))
 
-    # c E' is to stay finite where d_lse vanishes beside the slopes. A scale of inf times a d_lse of 0 is nan, as in
-    # ATen.
+    # The divisor keeps c E' finite if d_lse is tiny beside the slopes. A scale of inf times a d_lse of 0 stays nan, as
+    # in ATen.
     divisor = tl.where(tl.abs(d_lse) < size * LEAST_SLOPE, size * LEAST_SLOPE, d_lse)
     scaled = divisor
     if SCALED:
@@ -220,7 +227,7 @@ def finish_rows_kernel(
             weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + token_topk, TOPK, BLOCK_TOPK)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
-        # a row factor of inf (a normalizer of 0) makes the entry inf - inf: nan, and so is every sum over it
+        # an infinite row factor (a normalizer of 0) makes the entry inf - inf, which is nan, as is every sum over it
         entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
         if tokens.target_dz_du is not None:
             entry *= tl.load(tokens.target_dz_du + row_topk + k, mask=inside, other=0.0)
@@ -240,15 +247,16 @@ def finish_rows_kernel(
 
 @triton.jit
 def store_factors(finished, i, mask, row_factor, entry, rounded, here):
-    """The factors of a row, and what the rounding of the target's entry takes.
+    """Stores the factors of a row, corrected for the rounding of the target's entry.
 
-    The entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight the row's
-    factor makes up for it: E'_iy becomes exact. The other entries belong to other classes; together they move by less
-    than 2^-8. In grad_input those moves would add up, along what linear_weight's rows share. So grad_input keeps the
-    plain factor, and the residual is added by itself. The largest of several targets' entries is taken: it is the one
-    that may dominate the row, and all of them would read K rows of linear_weight again.
+    The target's entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight
+    the row factor makes up for the rounding, so that the product with E'_iy is exact. This moves the row's other
+    entries, which belong to other classes, by a factor within 2^-8 of 1. In grad_input these moves would add up, along
+    whatever the rows of linear_weight share. So grad_input keeps the plain factor, and the residual is added
+    separately. Of several targets' entries only the largest is treated so: it is the one that can dominate the row, and
+    treating all would read K rows of linear_weight again.
     """
-    correction = tl.where(here & (tl.abs(rounded) > 0.0), entry / rounded, 1.0)  # 1 for nan, too
+    correction = tl.where(here & (tl.abs(rounded) > 0.0), entry / rounded, 1.0)  # nan gets 1, too
     tl.store(finished.row_factor + i, row_factor, mask=mask)
     tl.store(finished.weight_factor + i, row_factor * correction, mask=mask)
     tl.store(finished.residual + i, row_factor * (entry - rounded), mask=mask)
@@ -258,10 +266,10 @@ def launch_finish_rows(
     tokens: Tokens,
     sums: RowSums,
     objective: RowObjective,
-    dtype: torch.dtype,  # of E
+    dtype: torch.dtype,  # dtype of E
     *,
     logit_scale: Tensor | None,  # ()
-    gathered: Tensor | None = None,  # (R, k, n) every rank's numbers
+    gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
     n, rows, topk = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
@@ -301,9 +309,10 @@ def launch_finish_rows(
 
 
 def in_kernel(objective: RowObjective) -> RowNumbers:
-    """What it knows, an argument of a kernel, which is compiled for each of the names among its options.
+    """The objective as a kernel argument. The names among its options become constants, and a kernel is compiled for
+    each.
 
-    Triton sees the fields of a NamedTuple, not those of a class derived from one.
+    Triton sees the fields of a NamedTuple, but not those of a class derived from one. Hence RowNumbers.
     """
     options = objective.options
     if options is not None:

@@ -1,4 +1,5 @@
-"""The valid tokens of a chunk, side by side, with their target's logit: the reference of the exponentials.
+"""Gathers the valid tokens of a chunk side by side, and computes their target's logit, the reference of the
+exponentials.
 
                 D                  D                 D
            ┌─────────┐        ┌─────────┐       ┌─────────┐
@@ -8,10 +9,11 @@
            └─────────┘        └─────────┘       └─────────┘
             input              rows              linear_weight
 
-And dz/du there, for the target's entry of the gradient, which is made apart from the GEMM's epilogue; and where asked
-for, the logit sum, which takes one more product of the row (smoothing.py).
+With a softcap it also computes dz/du at that logit, since the target's entry of the gradient is made outside of the
+GEMM's epilogue. On request it computes the logit sum, which takes one more dot product of the row (smoothing.py).
 
-A soft target names K classes. Their logits are made beside the gathered tokens, and the largest is the reference:
+A soft target names K classes. A second kernel computes their logits from the gathered rows. The largest logit is the
+reference:
 
                 D                         D
            ┌─────────┐               ┌─────────┐
@@ -20,20 +22,19 @@ A soft target names K classes. Their logits are made beside the gathered tokens,
              rows                    └─────────┘
                                     linear_weight
 
-K rows a token are n K D numbers: at 4096x4096 and K = 64, bfloat16, 2 GiB, of which the L2 has what tokens share.
+This reads n K D numbers. At 4096x4096 with K = 64 in bfloat16 these are 2 GiB, of which rows that tokens share come
+from the L2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...math.options import LogitOptions, Operands
-from ...objectives.in_triton import number
 from ..gemm.epilogues import ReferenceClass
-from ..gemm.logits_gemm import base2_logits
+from ..gemm.logits_gemm import base2_logits, loaded
 from ..gemm.tma import load_tile
 from ..launch.replay import Kernel
 from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
@@ -42,40 +43,42 @@ from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
 
-BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products are 32 registers of a thread
+BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products fill 32 registers of a thread
 
 
 class AtTarget(NamedTuple):
-    """(n,) each, of the valid tokens; the first three (n, K) of a soft target. One argument of a kernel."""
+    """Numbers of the valid tokens, (n,) each; the first three are (n, K) for soft targets. Passed to kernels as one
+    argument.
+    """
 
     logit: Tensor  # base 2
-    dz_du: Tensor | None  # dz/du / logit_scale there, with a softcap, or the class scale
-    column: Tensor  # int64, the target's, -1 if it is not here
+    dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`; with a class scale: that scale
+    column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
-    reference: Tensor  # a copy of `logit`, for a rescue to change
+    reference: Tensor  # a copy of `logit`, which a rescue changes
     guard: Tensor  # () int32, 0
-    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, where asked for
+    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
 
 @Kernel
 def gather_tokens_kernel(
     valid_tokens,  # ValidTokens
-    operands,  # Operands; without a target column 0
-    rows_ptr,  # (n, D) out, zeros behind the valid rows up to a multiple of 128
+    operands,  # Operands; if its target is None, column 0 is used
+    rows_ptr,  # (n, D) out, with zeros behind the valid rows up to a multiple of 128
     at_target,  # AtTarget, out
-    class_sum,  # ClassSum; its fields None where no logit sum is asked for
-    pair,  # Pair, of N tokens
+    class_sum,  # ClassSum; its fields are None without a logit sum
+    pair,  # Pair, with rows for all N tokens
     V,
     D,
-    input_stride,  # of tokens and features
-    weight_stride,  # of classes and features
+    input_stride,  # (between tokens, between features)
+    weight_stride,  # (between classes, between features)
     stride_rows_n,
     vocab_start,
     logit_options,  # LogitOptions
     BLOCK_D: tl.constexpr,
-    RANK: tl.constexpr,  # of the pair
+    RANK: tl.constexpr,  # r of the pair
 ):
-    """One program a row: z2 of the target's column, or of column 0 where it is not among these."""
+    """One program a row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
     row = tl.program_id(0)
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
@@ -108,8 +111,8 @@ def gather_tokens_kernel(
         bias = None
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
-        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
-        z2, dz_du = base2_logits(product, bias, logit_options, logit_scale, softcap)
+        numbers = loaded(logit_options)
+        z2, dz_du = base2_logits(product, bias, numbers)
         tl.store(at_target.logit + row, z2)
         tl.store(at_target.reference + row, z2)
         if pair.class_scale is not None:
@@ -120,7 +123,7 @@ def gather_tokens_kernel(
             bias_sum = None
             if class_sum.bias is not None:
                 bias_sum = tl.load(class_sum.bias)
-            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_options, logit_scale, softcap)
+            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, numbers)
             tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
@@ -134,11 +137,13 @@ def topk_logits_kernel(
     valid_tokens,  # ValidTokens
     rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
-    at_target,  # AtTarget, out: logits of 0 where a class is not here; the reference, that of column 0, the largest
+    # AtTarget, out: logit 0 for classes of other ranks. On entry its reference is the logit of column 0; on return it
+    # is the largest logit
+    at_target,
     V,
     D,
     stride_rows_n,
-    weight_stride,  # of classes and features
+    weight_stride,  # (between classes, between features)
     vocab_start,
     ignore_index,
     logit_options,  # LogitOptions
@@ -151,7 +156,7 @@ def topk_logits_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
-        logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
+        numbers = loaded(logit_options)
         for start in range(0, TOPK, BLOCK_TOPK):
             k = start + tl.arange(0, BLOCK_TOPK)
             inside = k < TOPK
@@ -167,7 +172,7 @@ def topk_logits_kernel(
             bias = None
             if operands.linear_bias is not None:
                 bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
-            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, logit_scale, softcap)
+            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, numbers)
             place = row.to(tl.int64) * TOPK + k
             tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
             tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
@@ -184,17 +189,15 @@ def topk_logits_kernel(
 
 
 def launch_gather_targets(
+    call: Any,  # with Operands of N tokens, and the first class where there is one
     valid_tokens: ValidTokens,
-    operands: Operands,  # of N tokens
-    logit_options: LogitOptions,
     rows: Tensor,  # (n, D) out
     *,
-    ignore_index: int,
-    vocab_start: int,
     class_sum: ClassSum | None = None,
-    pair: Pair = NO_PAIR,  # of N tokens, where a token has one class
+    pair: Pair = NO_PAIR,  # with all N tokens; only if a token has one class
 ) -> AtTarget:
     assert rows.stride(1) == 1
+    operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, triton.next_power_of_2(rows.shape[1]))
     logit, reference = row_vectors(input, 2, n)
@@ -244,7 +247,7 @@ def launch_gather_targets(
         rows.stride(0),
         linear_weight.stride(),
         vocab_start,
-        ignore_index,
+        call.ignore_index,
         logit_options,
         TOPK=target.shape[1],
         BLOCK_TOPK=BLOCK_TOPK,

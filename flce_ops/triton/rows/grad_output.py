@@ -1,4 +1,4 @@
-"""Multiplies gradients in place by grad_output, which is nearly always 1: then nothing is read or written.
+"""Multiplies gradients in place by grad_output. That is nearly always 1, and then the kernel reads and writes nothing.
 
 The factor stays on the device. ATen's in-place multiplication by a 0-d tensor took 2.4 of 39 ms at 8192x4096x128256.
 """
@@ -16,7 +16,7 @@ from ..launch.replay import Kernel, repeated
 @Kernel
 def scale_in_place_kernel(
     grads,  # pointers
-    numbers,  # of each
+    numbers,  # how many numbers each has
     factor_ptr,  # ()
     BLOCK: tl.constexpr,
 ):
@@ -36,7 +36,7 @@ def launch_scale_in_place(grads: Sequence[Tensor], factor: Tensor) -> None:
     for grad in grads:
         if grad.is_contiguous():
             contiguous.append(grad)
-        else:  # the operators' are contiguous; a hook on saved tensors may hand over others
+        else:  # the operators' gradients are contiguous, but a hook on saved tensors may return others
             grad.mul_(factor)
     if any(grad.numel() for grad in contiguous):
         with torch.cuda.device_of(factor):

@@ -1,15 +1,16 @@
-"""The factors of a row of the logit gradient, once its lse is known: what the epilogue "gradient" reads.
+"""The factors of a row of the logit gradient, once its lse is known. The epilogue "gradient" reads them.
 
     G_ij = (row_factor_i + shift_factor_i (z_ij - lse_i)) p_ij + sum_factor_i w_j,  and at the target + target_i
 
-of the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_log_prob, hbar:
+They follow from the cotangents a, l, m and h of target_logit, lse, logit_sum and expected_log_prob (hbar):
 
     row_factor = l - h hbar      shift_factor = h      sum_factor = m      target = a
 
-as the derivative of hbar = sum_j p_j (z_j - lse) by z_j is p_j (z_j - lse - hbar). Kernels have logits
-in base 2 (times log2 e).
+because the derivative of hbar = sum_j p_j (z_j - lse) by z_j is p_j (z_j - lse - hbar). Kernels have logits in base 2
+(times log2 e).
 
-Of a soft target G at its K classes is made of these factors, with a the cotangent of the targets' logits:
+With soft targets, G at the K classes of a token is computed from these factors; a is the cotangent of the targets'
+logits:
 
     G_iyk = ((row_factor_i + shift_factor_i (z_iyk - lse_i)) p_iyk + sum_factor_i w_yk + sum_(equal k) a_ik) dz/du_iyk
 """
@@ -35,12 +36,14 @@ BLOCK_N = 64
 
 
 class KnownRows(NamedTuple):
-    """What forward and the cotangents say of every token, (N,) float32, as the tokens stand; None where absent."""
+    """Forward's numbers and the cotangents of all tokens, (N,) float32 each, in the order of all tokens; None if
+    absent.
+    """
 
     lse: Tensor
     lse_rest: Tensor | None
     expected_log_prob: Tensor | None
-    grad_target_logit: Tensor | None  # (N, K) of several classes a token
+    grad_target_logit: Tensor | None  # (N, K) with several classes a token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
     grad_expected_log_prob: Tensor | None
@@ -54,11 +57,9 @@ def of_tokens(pointer, token, mask):
 @Kernel
 def gradient_factors_kernel(
     tokens,  # KnownRows
-    target_logit2_ptr,  # (n,)
-    dz_du_ptr,  # (n,) dz/du / logit_scale at the target; None without a softcap
-    column_ptr,  # (n,) the target's, -1 where it is not here
+    at_target,  # AtTarget
     rows,  # Gradient, out, its class weights apart
-    at_target_ptr,  # (n,) out, G at the target; None for a soft target
+    entry_ptr,  # (n,) out, G at the target; None for a soft target
     residual_ptr,  # (n,) out, what rounding it takes
     logit_scale_ptr,  # ()
     valid_tokens,  # ValidTokens
@@ -77,7 +78,8 @@ def gradient_factors_kernel(
         lse64 += of_tokens(tokens.lse_rest, token, mask).to(tl.float64)
     exact_lse2 = lse64 * tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
     lse2 = exact_lse2.to(tl.float32)
-    share = tl.exp2((lse2.to(tl.float64) - exact_lse2).to(tl.float32))  # of exp2(z2 - lse2): what rounding lse2 takes
+    # corrects exp2(z2 - lse2) for the rounding of lse2
+    share = tl.exp2((lse2.to(tl.float64) - exact_lse2).to(tl.float32))
 
     row_factor = tl.zeros((BLOCK_N,), tl.float32)
     if tokens.grad_lse is not None:
@@ -85,7 +87,7 @@ def gradient_factors_kernel(
     if tokens.grad_expected_log_prob is not None:
         grad_expected = of_tokens(tokens.grad_expected_log_prob, token, mask)
         row_factor -= grad_expected * of_tokens(tokens.expected_log_prob, token, mask)
-        # z2 - lse2 is taken of the rounded lse2
+        # z2 - lse2 uses the rounded lse2, so this adds what the rounding took
         row_factor += grad_expected / LOG2E * (lse2.to(tl.float64) - exact_lse2).to(tl.float32)
     row_factor *= share
     tl.store(rows.reference_logit + i, lse2, mask=mask)
@@ -96,26 +98,26 @@ def gradient_factors_kernel(
     if tokens.grad_logit_sum is not None:
         sum_factor = of_tokens(tokens.grad_logit_sum, token, mask)
         tl.store(rows.sum_factor + i, sum_factor * scale, mask=mask)
-    if at_target_ptr is not None:
-        column = tl.load(column_ptr + i, mask=mask, other=-1)
-        target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
-        at_target = row_factor
+    if entry_ptr is not None:
+        column = tl.load(at_target.column + i, mask=mask, other=-1)
+        target_logit2 = tl.load(at_target.logit + i, mask=mask, other=0.0)
+        entry = row_factor
         if tokens.grad_expected_log_prob is not None:
-            # a target that a bias of -inf switches off has p log p = 0, not 0 * -inf
+            # p log p of a target that a bias of -inf switches off is 0, not 0 * -inf
             distance = target_logit2 - lse2
-            at_target += shift_factor * tl.where(distance < -1e4, -1e4, distance)
-        at_target *= tl.exp2(target_logit2 - lse2)
+            entry += shift_factor * tl.where(distance < -1e4, -1e4, distance)
+        entry *= tl.exp2(target_logit2 - lse2)
         if tokens.grad_target_logit is not None:
-            at_target += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
+            entry += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
         if tokens.grad_logit_sum is not None:
             if rows.class_weight is not None:
                 sum_factor *= tl.load(rows.class_weight + tl.where(column >= 0, column, 0), mask=mask, other=0.0)
-            at_target += sum_factor
-        if dz_du_ptr is not None:
-            at_target *= tl.load(dz_du_ptr + i, mask=mask, other=0.0)
-        at_target *= scale
-        tl.store(at_target_ptr + i, at_target, mask=mask)
-        tl.store(residual_ptr + i, at_target - at_target.to(HALF).to(tl.float32), mask=mask)
+            entry += sum_factor
+        if at_target.dz_du is not None:
+            entry *= tl.load(at_target.dz_du + i, mask=mask, other=0.0)
+        entry *= scale
+        tl.store(entry_ptr + i, entry, mask=mask)
+        tl.store(residual_ptr + i, entry - entry.to(HALF).to(tl.float32), mask=mask)
 
 
 @Kernel
@@ -124,8 +126,8 @@ def topk_entries_kernel(
     at_target,  # AtTarget, (n, K)
     grad_ptr,  # (N, K), a; None for 0
     entry_ptr,  # (n, K) out, float32
-    residual_ptr,  # (n,) out, what rounding the largest of them takes
-    largest_ptr,  # (n,) out, int64, its column
+    residual_ptr,  # (n,) out, what rounding takes from the largest entry
+    largest_ptr,  # (n,) out, int64, the column of the largest entry
     logit_scale_ptr,  # ()
     valid_tokens,  # ValidTokens
     HALF: tl.constexpr,  # dtype of G
@@ -146,7 +148,7 @@ def topk_entries_kernel(
             column = tl.load(at_target.column + of_row + k, mask=inside, other=-1)
             entry = tl.full((BLOCK_TOPK,), 0.0, tl.float32) + row_factor
             if rows.shift_factor is not None:
-                # a class that a bias of -inf switches off has p log p = 0, not 0 * -inf
+                # p log p of a class that a bias of -inf switches off is 0, not 0 * -inf
                 entry += tl.load(rows.shift_factor + row) * tl.where(distance < -1e4, -1e4, distance)
             entry *= tl.exp2(distance)
             if rows.sum_factor is not None:
@@ -175,13 +177,13 @@ def launch_gradient_factors(
     *,
     logit_scale: Tensor | None,  # ()
 ) -> tuple[Gradient, Tensor, Tensor, Tensor]:
-    """The epilogue's operands, G at the target in float32, what rounding takes of it, and the column of the latter.
+    """Returns the epilogue's operands, G at the target in float32, what rounding takes from it, and its column.
 
-    (n,) each; of several classes a token G is (n, K), and the others are of the largest.
+    (n,) each. With several classes a token G is (n, K), and the last two belong to the largest entry.
     """
-    target_logit2, dz_du, column, *_ = at_target
+    column = at_target.column
     n, topk = column.shape[0], column.dim() == 2
-    lse2, row_factor, at_target_entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
+    lse2, row_factor, entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
     rows = Gradient(
         lse2,
         row_factor,
@@ -192,11 +194,9 @@ def launch_gradient_factors(
     half = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
     gradient_factors_kernel[(triton.cdiv(n, BLOCK_N),)](
         tokens,
-        target_logit2,
-        dz_du,
-        column,
+        at_target,
         rows,
-        None if topk else at_target_entry,
+        None if topk else entry,
         residual,
         logit_scale,
         valid_tokens,
@@ -206,12 +206,12 @@ def launch_gradient_factors(
         num_warps=2,
     )
     if topk:
-        at_target_entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
+        entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
         topk_entries_kernel[(n,)](
             rows,
             at_target,
             tokens.grad_target_logit,
-            at_target_entry,
+            entry,
             residual,
             largest,
             logit_scale,
@@ -222,4 +222,4 @@ def launch_gradient_factors(
             num_warps=2,
         )
         column = largest
-    return rows, at_target_entry, residual, column
+    return rows, entry, residual, column

@@ -1,15 +1,15 @@
-"""By-products of rows whose sums are known, in nats, to where the tokens stand; launched only if one is asked for.
+"""Statistics of rows from their sums, in nats, written to the tokens' places. Launched only if one is requested.
 
-With r the reference, E = 2^(z - r), Z = sum_j E_j and everything in base 2:
+With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
 
     lse               r + log Z
     entropy           log Z - sum_j E_j (z_j - r) / Z
     log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
     mean_logit        sum_j z_j / V
 
-so a large r costs the middle two no digits. The sum of squares is at most Z^2: below 2^120 where Z is below what calls
-for a rescue, 2^60. And it is at least 1, as r is the logit of one of the classes, or 1 / V after a rescue, where r is
-lse.
+So a large r costs the middle two no digits. sum_j E_j^2 is at most Z^2, which is below 2^120, because a Z of 2^60 or
+more has a rescue. The sum is at least 1, because r is the logit of one of the classes; after a rescue, where r is lse,
+it is at least 1 / V.
 """
 
 import triton
@@ -28,12 +28,12 @@ BLOCK_N = 64
 
 
 def sums_for(asked: Statistics) -> Asked:
-    """What they are made of."""
+    """The sums that the requested statistics need."""
     return Asked(False, asked.entropy, asked.argmax, asked.log_sum_sq_probs, asked.mean_logit)
 
 
 def sum_pairs(asked: Statistics) -> int:
-    """Numbers a row and tile that the epilogue sums for them, by twos."""
+    """How many numbers a row and tile the epilogue sums for them, in pairs, rounded up."""
     return triton.cdiv(sums_for(asked).numbers, 2)
 
 
@@ -46,7 +46,7 @@ def row_statistics_kernel(
     V,
     BLOCK_N: tl.constexpr,
 ):
-    """0 where ignored, argmax -1."""
+    """Ignored tokens get 0, and an argmax of -1."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = written_rows(valid_tokens, i, n)
     mask = i < valid_rows(valid_tokens, n)
@@ -72,7 +72,7 @@ def row_statistics_kernel(
 def launch_row_statistics(
     sums: RowSums, statistics: TokenStatistics, valid_tokens: ValidTokens, num_classes: int
 ) -> None:
-    """`statistics` of all tokens, `sums` of those of `valid_tokens`."""
+    """`statistics` has rows for all tokens, `sums` for those of `valid_tokens`."""
     if any(out is not None for out in statistics):
         n = valid_tokens.order.shape[0]
         row_statistics_kernel[(triton.cdiv(n, BLOCK_N),)](

@@ -1,9 +1,8 @@
-"""out = factor matrix, by rows of valid tokens, rounded once; and what that rounding took, where there is memory for
-it.
+"""out = factor matrix, for rows of valid tokens, rounded once. `rest` receives what the rounding took, if it is given.
 
-Behind the valid rows, up to a multiple of 128, stand zeros.
+The rows behind the valid ones, up to a multiple of 128, become zeros.
 
-ATen takes 3 x the time for a half matrix and a float32 factor.
+ATen takes 3 times as long for a half matrix and a float32 factor.
 """
 
 import triton
@@ -22,7 +21,7 @@ def scale_rows_kernel(
     matrix_ptr,  # (n, C)
     factor_ptr,  # (n,) float32
     out_ptr,  # (n, C)
-    rest_ptr,  # (n, C) out, strides as out's; or None
+    rest_ptr,  # (n, C) out, with out's strides; or None
     valid_tokens,  # ValidTokens
     n,
     C,
@@ -42,7 +41,7 @@ def scale_rows_kernel(
         tl.store(out_ptr + row * stride_out_n + cols, rounded, mask=mask)
         if rest_ptr is not None:
             rounded = rounded.to(tl.float32)
-            rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded)  # not inf - inf
+            rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded)  # avoids inf - inf
             tl.store(rest_ptr + row * stride_out_n + cols, rest.to(rest_ptr.dtype.element_ty), mask=mask)
 
 
@@ -54,7 +53,7 @@ def launch_scale_rows(
     rows, columns = matrix.shape
     block = min(2048, triton.next_power_of_2(columns))
     blocks = triton.cdiv(columns, block)
-    # some 16 programs a multiprocessor: one for each row took 4 us to leave where no row of 4096 is valid
+    # About 16 programs a multiprocessor. With one program a row, returning took 4 us if none of 4096 rows is valid.
     programs = min(rows, triton.cdiv(16 * multiprocessors(matrix), blocks))
     scale_rows_kernel[(programs, blocks)](
         matrix,

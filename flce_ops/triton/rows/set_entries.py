@@ -1,4 +1,5 @@
-"""matrix[i, column_ik - start] = value_ik of the valid tokens, where column_ik is not -1 and among the matrix's.
+"""matrix[i, column_ik - start] = value_ik for valid tokens. Columns of -1 and columns outside of the matrix are
+skipped.
 
 Equal columns of a row have equal values.
 """
@@ -37,7 +38,7 @@ def set_entries_kernel(
 
 
 def launch_set_entries(matrix: Tensor, column: Tensor, value: Tensor, valid_tokens: ValidTokens, *, start: int) -> None:
-    """`column` and `value` are (n,) or (n, K); the matrix holds the columns from `start`."""
+    """`column` and `value` are (n,) or (n, K). The matrix holds the columns from `start` on."""
     assert matrix.stride(1) == 1
     (rows, columns), places = matrix.shape, 1 if column.dim() == 1 else column.shape[1]
     set_entries_kernel[(triton.cdiv(rows * places, 128),)](

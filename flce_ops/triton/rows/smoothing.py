@@ -1,17 +1,17 @@
-"""Label smoothing without a softcap, as vectors: no work in the epilogue of the logits GEMM, and none on G.
+"""Label smoothing without a softcap, as vectors: it adds no work to the epilogue of the logits GEMM, and none on G.
 
-Of a row smoothing reads the logit sum, which is linear in the token:
+Label smoothing reads the logit sum of a row, which is linear in the token:
 
     sum_j w_j z_ij = s (x_i . wW + wb)        wW = sum_j w_j W_j,  wb = sum_j w_j b_j        made in gather_tokens.py
 
-To G it adds the rank-1 matrix  m_i w_j,  with m_i = -g_i s eps / V the derivative by the row's logit sum times s. Its
-products are outer products, so G need not hold it:
+It adds the rank-1 matrix  m_i w_j  to G, where m_i = -g_i s eps / V is s times the derivative by the row's logit sum.
+The products of a rank-1 matrix are outer products, so G need not contain it:
 
     grad_input += m wW        grad_linear_weight += w (m @ input)        grad_linear_bias += w sum(m)
 
-So a step reads linear_weight once more for wW. A forward pass alone has no use of wW but the logit sum, and makes that
-in the epilogue: H200, 4096x4096x151936: 0.04 ms of 7.5, the read takes 0.29. Sums over classes and over tokens are
-float32 in a fixed order (column_sums.py).
+So a step reads linear_weight once more, for wW. A forward pass alone would need wW only for the logit sum, so it sums
+logits in the epilogue instead: H200, 4096x4096x151936: 0.04 of 7.5 ms, where reading linear_weight takes 0.29. Sums
+over classes and over tokens are float32 in a fixed order (column_sums.py).
 """
 
 from typing import NamedTuple
@@ -33,7 +33,9 @@ from .valid_tokens import ValidTokens
 
 
 class ClassSum(NamedTuple):
-    """What a token is multiplied with to get its logit sum, float32; one argument of a kernel."""
+    """The vector whose dot product with a token is its logit sum, and a constant, in float32. Passed to kernels as one
+    argument.
+    """
 
     weight: Tensor  # (D,) wW
     bias: Tensor | None  # (1,) wb
@@ -43,7 +45,7 @@ class ClassSum(NamedTuple):
 def logit_sum_slopes_kernel(
     valid_tokens,  # ValidTokens, of all tokens
     reduction,  # Reduction
-    out_ptr,  # (N,) out: m, in the order of the valid tokens; 0 behind them
+    out_ptr,  # (N,) out: m, in the order of the valid tokens, with zeros behind them
     N,
     d_sum,  # the derivative of a loss by its logit sum
     logit_scale_ptr,  # ()
@@ -78,11 +80,11 @@ class SmoothingTerms:
         )
 
     def input_terms(self, valid_tokens: ValidTokens) -> tuple[Tensor, Tensor]:
-        """Two vectors whose outer product is added to grad_input of the valid tokens."""
+        """Two vectors whose outer product is added to the rows of `valid_tokens` in grad_input."""
         return self.slopes[valid_tokens.start : valid_tokens.start + valid_tokens.order.shape[0]], self.class_sum.weight
 
     def weight_terms(self) -> tuple[Tensor | None, Tensor]:
-        """Two vectors, the first None for 1, whose outer product is added to grad_linear_weight."""
+        """Two vectors whose outer product is added to grad_linear_weight. A first vector of None stands for ones."""
         return self.class_weight, weighted_column_sum(self.input, self.slopes, self.valid_tokens, gathered=False)
 
     def add_to_bias(self, grad_bias: Tensor) -> None:

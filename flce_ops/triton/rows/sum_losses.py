@@ -1,6 +1,6 @@
-"""The scalar loss from the losses of tokens, in float32 and in a fixed order: one launch, ATen takes more.
+"""The scalar loss from the losses of tokens, in float32 and in a fixed order, in one launch. ATen takes more launches.
 
-And what a reduction is to a kernel of rows.
+Also the row scales of a reduction, as kernels read them.
 """
 
 import triton
@@ -17,12 +17,12 @@ from ..launch.replay import Kernel
 def sum_losses_kernel(
     losses_ptr,  # (N,), 0 where ignored
     reduction,  # Reduction
-    valid_total_ptr,  # () how many tokens are not ignored
+    valid_total_ptr,  # (), the number of valid tokens
     loss_ptr,  # () out
     N,
     BLOCK: tl.constexpr,
 ):
-    """One program, as compact_tokens_kernel."""
+    """One program, as in compact_tokens_kernel."""
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def divisor_of_mean(reduction, valid_total_ptr):
 
 @triton.jit
 def scale_of_rows(reduction, valid_tokens, token, mask):
-    """g of these tokens."""
+    """The row scales g of these tokens."""
     if reduction.row_scale is not None:
         return tl.load(reduction.row_scale + token, mask=mask, other=0.0)
     else:

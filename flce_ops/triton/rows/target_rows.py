@@ -1,15 +1,15 @@
-"""Rows of grad_linear_weight that belong to few tokens' targets, made again from c input in two half numbers.
+"""Recomputes rows of grad_linear_weight whose class is the target of few tokens, with c input in two half numbers.
 
              n                   D
         ┌─────────┐         ┌─────────┐
-      n │ E[:, y] │ T  @  n │ c x     │  +  the same of what rounding took from c x    one row for each target y_i
+      n │ E[:, y] │ T  @  n │ c x     │  +  the same with what rounding took from c x; a row for each target y_i
         └─────────┘         └─────────┘
 
-Such a row is often one token's: c x times an entry of E that is exact with its factor (finish_rows.py). Rounding c x
-moves it by a step, where the logits' gradient in half, as plain torch has it, is a power of two or near one. In an
-emulation (benchmarks/NOTES.md) 1.6e-3 becomes 7e-5 at 16 tokens, reduction="sum" and 64000 classes (plain torch
-1.3e-4), 2.3e-3 becomes 1.7e-3 at 60 tokens, "mean" (plain torch 3.8e-3). In the GEMM of all classes the second number
-cost 0.3 of 1.4 ms at 128x4096x151936.
+Such a row often comes from one token: c x times an entry of E, which the corrected factor makes exact (finish_rows.py).
+Rounding c x then costs a rounding error. Plain torch often has none there, because the logit gradient of the target, in
+half, is a power of two or near one. In an emulation (benchmarks/NOTES.md) the error falls from 1.6e-3 to 7e-5 at 16
+tokens, reduction="sum" and 64000 classes (plain torch 1.3e-4), and from 2.3e-3 to 1.7e-3 at 60 tokens and "mean" (plain
+torch 3.8e-3). Adding the second half number in the GEMM over all classes would cost 0.3 of 1.4 ms at 128x4096x151936.
 """
 
 import triton
@@ -22,7 +22,7 @@ from .valid_tokens import ValidTokens, valid_rows
 
 # n tokens, D hidden, V vocabulary
 
-TOKENS_AT_MOST = 128  # each row of the result reads all of them: 19 us at 128x4096, 41 at 256x2048
+TOKENS_AT_MOST = 128  # each row of the result reads all tokens: 19 us at 128x4096, 41 at 256x2048
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 
@@ -31,10 +31,10 @@ BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 def target_rows_kernel(
     exponentials_ptr,  # (n, V)
     rows_ptr,  # (n, D), c input
-    rest_ptr,  # (n, D), what rounding took from it
-    column_ptr,  # (n,) int64, the tokens' targets, -1 where they are not among these V
-    out_ptr,  # (V, D), rows of it
-    outer,  # (V,) and (D,): their outer product is added; None for 1, None for none
+    rest_ptr,  # (n, D), what rounding took from c input
+    column_ptr,  # (n,) int64, the tokens' target columns; -1 for targets of other ranks
+    out_ptr,  # (V, D), rows of which are written
+    outer,  # Outer: (V,) and (D,) vectors whose outer product is added
     valid_tokens,  # ValidTokens
     n,
     D,
@@ -45,7 +45,7 @@ def target_rows_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # tokens
 ):
-    """Tokens of one class write the same numbers to the same place."""
+    """Tokens with the same target write the same numbers to the same place."""
     count = valid_rows(valid_tokens, n)
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.load(column_ptr + i, mask=i < count, other=-1)

@@ -1,8 +1,8 @@
-"""What the kernels of K classes a token share: the weights of equal classes, and which of them has the largest entry.
+"""Helpers for kernels with K classes a token: the summed weight of equal classes, and the largest entry.
 
-A row's targets are taken some at a time (topk_at_a_time). Equal classes of a token name one entry of its row, so each
-of them makes the whole of it, in their order, and all write the same number: no atomics, the same bits in every
-run.
+A row's targets are processed topk_at_a_time. Equal classes of a token name one entry of its row. Each of them computes
+the whole entry, in the same order, and all write the same number. So no atomics are needed, and every run has the same
+bits.
 """
 
 import triton
@@ -12,19 +12,19 @@ import triton.language as tl
 
 
 def topk_at_a_time(topk: int) -> int:
-    """Each is compared with as many at a time: 64 x 64 comparisons of K = 64."""
+    """Each target is compared with as many others at a time: for K = 64, 64 x 64 comparisons."""
     return min(64, triton.next_power_of_2(topk))
 
 
 @triton.jit
 def sum_of_equals(
     column,  # (BLOCK_TOPK,)
-    column_ptr,  # (K,) of the row
+    column_ptr,  # (K,), all columns of the row
     value_ptr,  # (K,)
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """For each of `column` the sum of the values of the row's targets of that class."""
+    """For each of `column`: the sum of the values of all targets of the row with that class."""
     total = tl.zeros((BLOCK_TOPK,), tl.float32)
     for start in range(0, TOPK, BLOCK_TOPK):
         k = start + tl.arange(0, BLOCK_TOPK)
@@ -37,14 +37,14 @@ def sum_of_equals(
 
 @triton.jit
 def larger_entry(
-    size,  # () of the largest so far, as the next two
+    size,  # (), magnitude of the largest entry so far; `entry` and `column` belong to it
     entry,
     column,
     entries,  # (BLOCK_TOPK,)
-    columns,  # (BLOCK_TOPK,), -1 where there is none
+    columns,  # (BLOCK_TOPK,), -1 for none
     BLOCK_TOPK: tl.constexpr,
 ):
-    """The largest of both by magnitude, with its column; the first of equals. An entry of nan is none."""
+    """Returns the entry of largest magnitude and its column, the first of equals. Entries of nan are skipped."""
     sizes = tl.where((columns >= 0) & (entries == entries), tl.abs(entries), -1.0)
     largest = tl.max(sizes, 0)
     place = tl.arange(0, BLOCK_TOPK)

@@ -1,4 +1,4 @@
-"""A number in two float32: the twin of flce_ops/math/two_sum.py, of numbers that a kernel has in float64."""
+"""A number in two float32, for numbers that a kernel has in float64. flce_ops/math/two_sum.py is the same for ATen."""
 
 import triton
 import triton.language as tl
@@ -6,24 +6,24 @@ import triton.language as tl
 
 @triton.jit
 def in_two_float32(value):
-    """Its float32, and in float64 what that rounding took from it, 0 where it is not finite."""
+    """Returns the number as float32, and in float64 what that rounding took; 0 if it is not finite."""
     rounded = value.to(tl.float32)
     return rounded, tl.where(tl.abs(rounded) < float("inf"), value - rounded.to(tl.float64), 0.0)
 
 
 @triton.jit
 def rescaled(high, low, FACTOR: tl.constexpr):
-    """(high + low) FACTOR, of two float32 in two float32."""
-    factor = tl.full(high.shape, FACTOR, tl.float64)  # as a number it would be rounded to float32
+    """(high + low) * FACTOR, from two float32 to two float32."""
+    factor = tl.full(high.shape, FACTOR, tl.float64)  # a plain Python number would be rounded to float32
     rounded, rest = in_two_float32(high.to(tl.float64) * factor)
     return rounded, (low.to(tl.float64) * factor + rest).to(tl.float32)
 
 
 @triton.jit
 def lse_in_nats(reference2, log2_sum):
-    """lse and what its rounding took, both float32, of a reference and a sum against it in base 2.
+    """lse and what its rounding took, both float32, from a reference and the log of a sum relative to it, in base 2.
 
-    The same bits wherever a row's lse is made.
+    Every kernel that computes the lse of a row gets the same bits.
     """
     ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float64)
     lse, rest = in_two_float32((reference2.to(tl.float64) + log2_sum.to(tl.float64)) * ln2)
@@ -32,10 +32,12 @@ def lse_in_nats(reference2, log2_sum):
 
 @triton.jit
 def surprisal_in_nats(target_logit2, reference2, log2_sum):
-    """surprisal of flce_ops/math/log_probs.py, to the bit: the target's logit is rounded to nats before it is taken."""
+    """The same bits as `surprisal` in flce_ops/math/log_probs.py: the target's logit is rounded to nats before the
+    difference.
+    """
     lse, rest = lse_in_nats(reference2, log2_sum)
     ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float32)
-    # float32's product by way of float64: a product of float32 and a difference would be rounded once, as one
-    target_logit = (target_logit2.to(tl.float64) * ln2.to(tl.float64)).to(tl.float32)
+    # Adding 0 rounds the product by itself: the compiler would make a product and the subtraction below one FMA.
+    target_logit = tl.fma(target_logit2, ln2, tl.zeros_like(ln2))
     distance = (lse - target_logit) + rest
     return tl.where(distance < 0.0, 0.0, distance)

@@ -1,11 +1,11 @@
-"""The tokens that count, first: what is ignored costs no time, and the host never knows how much that is.
+"""Puts the valid tokens first, so that ignored tokens cost no time, although the host never knows how many there are.
 
-    order   the valid tokens' indices in ascending order,      kernels walk it, n places at a time
+    order   the valid tokens' indices in ascending order,      kernels read n places of it at a time
             then the ignored ones'
-    total   how many there are, a number on the device         kernels stop there
-    place   each token's place in `order`, -1 where ignored    brings rows back in the end                  copy_rows.py
+    total   the number of valid tokens, on the device          kernels stop there
+    place   each token's place in `order`, -1 if ignored       moves rows back at the end                   copy_rows.py
 
-The host launches the chunks that all N tokens would take. A kernel of a chunk without valid tokens leaves at once.
+The host launches the chunks that all N tokens would take. Kernels of a chunk without valid tokens return immediately.
 """
 
 from typing import NamedTuple
@@ -19,18 +19,21 @@ from ..launch.replay import Kernel
 
 # N tokens, n places of a chunk
 
-APART = tl.constexpr(16)  # Triton's layouts, and with them the order of sums, depend on whether 16 divides a distance
-# rows of the largest tile: rows up to a multiple of it are zeros behind the valid ones
+# Triton's layouts, and with them the order of sums, depend on whether 16 divides a distance between rows
+APART = tl.constexpr(16)
+# Rows of the largest tile. The rows behind the valid ones, up to a multiple of this, are zeros.
 ROW_MULTIPLE = tl.constexpr(128)
 
 
 class ValidTokens(NamedTuple):
-    """The places [start, start + n) of `order`; one argument of a kernel."""
+    """The places [start, start + n) of `order`. Passed to kernels as one argument."""
 
     order: Tensor  # (n,) int32
-    total: Tensor  # () int32, valid tokens of all chunks
+    total: Tensor  # () int32, valid tokens over all chunks
     start: int
-    taken: Tensor  # () int32, the total; or minus how many places other chunks see to (choose_chunking)
+    # () int32, the total. If this chunk's tokens run elsewhere (choose_chunking): minus the number of places handled
+    # there
+    taken: Tensor
 
     def of(self, rows: slice) -> "ValidTokens":
         return self._replace(order=self.order[rows], start=self.start + rows.start)
@@ -41,38 +44,38 @@ def room_for_rows(n: int) -> int:
 
 
 def row_vectors(like: Tensor, count: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """(n,) each, uninitialised, each from a multiple of 16 bytes on whatever n is."""
+    """`count` uninitialised vectors (n,), each of which starts at a multiple of 16 bytes for any n."""
     return like.new_empty(count, room_for_rows(n), dtype=dtype)[:, :n].unbind()
 
 
 @triton.jit
 def row_distance(n):
-    """Of (T, n), as room_for_rows has it."""
+    """The distance between the rows of a (T, n) matrix made with room_for_rows."""
     return tl.cdiv(n, APART) * APART
 
 
 @triton.jit
 def valid_rows(valid_tokens, n):
-    """How many of a chunk's n rows hold a token."""
+    """How many of a chunk's n rows hold a valid token."""
     return tl.minimum(tl.maximum(tl.load(valid_tokens.taken) - valid_tokens.start, 0), n)
 
 
 @triton.jit
 def padded_rows(count, n):
-    """With the rows of zeros behind them."""
+    """The valid rows and the rows of zeros behind them."""
     return tl.minimum(tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, n)
 
 
 @triton.jit
 def written_rows(valid_tokens, i, n):
-    """Which of a chunk's rows it writes numbers of tokens for, 0 where ignored."""
+    """Which of a chunk's rows write results of tokens; ignored tokens get 0."""
     return (i < n) & (valid_tokens.start + i + tl.load(valid_tokens.taken) >= 0)
 
 
 @Kernel
 def compact_tokens_kernel(
     target_ptr,  # (N,)
-    order_ptr,  # (N,) int32, out; None for the numbers alone
+    order_ptr,  # (N,) int32, out; None: only the count is wanted
     place_ptr,  # (N,) int32, out
     count_ptr,  # () int32, out
     in_range_ptr,  # () bool, out: whether all targets are classes; or None
@@ -81,7 +84,7 @@ def compact_tokens_kernel(
     num_classes,
     BLOCK: tl.constexpr,
 ):
-    """One program: N = 131072 takes 32 rounds of a few microseconds."""
+    """One program: N = 131072 takes 32 iterations of a few microseconds."""
     count = tl.zeros((), tl.int32)
     valid_tokens = tl.zeros((BLOCK,), tl.int32)
     wrong = tl.zeros((BLOCK,), tl.int32)
@@ -109,12 +112,12 @@ def class_of_topk_kernel(
     N,
     ignore_index,
     num_classes,
-    outside,  # neither a class nor ignore_index
+    outside,  # a number that is neither a class nor ignore_index
     TOPK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """ignore_index where all are, `outside` where one is out of range, else the largest class."""
+    """ignore_index if all K are ignored, `outside` if one is out of range, else the largest class."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     largest = tl.full((BLOCK_N,), -1, tl.int64)
     wrong = tl.zeros((BLOCK_N,), tl.int32)
@@ -131,7 +134,9 @@ def class_of_topk_kernel(
 
 
 def launch_class_of_topk(target: Tensor, ignore_index: int, num_classes: int) -> Tensor:  # (N, K) -> (N,)
-    """One class for a token's classes, which says whether it counts and whether all of them are in range."""
+    """One class in place of a token's K classes: it tells whether the token is valid and whether all classes are in
+    range.
+    """
     tokens, topk = target.shape
     found = target.new_empty(tokens)
     outside = num_classes + (ignore_index == num_classes)
@@ -147,7 +152,7 @@ def compact_tokens(
     num_classes: int,
     in_range: Tensor | None = None,  # () bool, out: whether all targets are in [0, num_classes)
 ) -> tuple[ValidTokens, Tensor]:  # (N,)
-    """The valid tokens and every token's place. Of a target (N, K), those of which any class counts."""
+    """The valid tokens, and the place of each token. A token with K targets is valid if any of them is."""
     if target.dim() == 2:
         target = launch_class_of_topk(target, ignore_index, num_classes)
     tokens = target.shape[0]
@@ -160,13 +165,15 @@ def compact_tokens(
 
 
 class Count(NamedTuple):
-    """Of valid tokens, where no kernel walks them; one argument of a kernel, as ValidTokens."""
+    """The number of valid tokens, for kernels that do not need their order. Passed to kernels as one argument."""
 
     total: Tensor  # () int32
 
 
 def count_tokens(target: Tensor, ignore_index: int, num_classes: int, in_range: Tensor) -> Count:
-    """At 16384 tokens their order, a running sum of four rounds, would take a fiftieth of a step's time."""
+    """Counts without computing the order: at 16384 tokens its running sum, of four iterations, would take 2 % of a
+    step.
+    """
     total, tokens = target.new_empty((), dtype=torch.int32), target.shape[0]
     compact_tokens_kernel[(1,)](
         target, None, None, total, in_range, tokens, ignore_index, num_classes, BLOCK=8192, num_warps=16
@@ -189,16 +196,18 @@ def choose_chunking_kernel(
 
 
 def choose_chunking(valid_tokens: ValidTokens, rows: int) -> tuple[ValidTokens, ValidTokens]:
-    """The tokens of one chunk, where they are so few, and of the others; whose are the losses that neither has.
+    """Two views of the tokens, of which the device makes one empty: for one chunk, if few tokens are valid, and for the
+    others.
 
-    valid tokens <= rows    one chunk: all of V at once, no sum of grad_linear_weight between chunks
-    more                    the overlay chunk and those after it
+        valid tokens <= rows    one chunk: all of V at once, grad_linear_weight needs no sum over chunks
+        more                    the overlay chunk and those after it
 
-    The host does not know how many tokens are valid, so it launches both, and kernels of chunks that no token is for
-    leave at once: some 30 us a step. An overlay chunk's logits come in slices of V, of which few tokens fill a wave of
-    tiles each and a half: H200, 8192x4096x128256 with 99 % ignored, 1.20 ms without the choice, 0.98 on compacted rows.
+    The host does not know how many tokens are valid, so it launches both. Kernels of chunks without tokens return
+    immediately, about 30 us a step in all. This pays off because the logits of an overlay chunk come in slices of V:
+    with few tokens, each slice fills a wave and a half of tiles. H200, 8192x4096x128256 with 99 % ignored: 1.20 ms
+    without the choice, 0.98 on compacted rows. Results of ignored tokens are written by the view that is not empty.
     """
-    # on 16 bytes, as any other number
+    # each on 16 bytes, as all other numbers are
     few, others = valid_tokens.order.new_empty(2, 4, dtype=torch.int32)[:, 0].unbind()
     choose_chunking_kernel[(1,)](valid_tokens.total, few, others, rows, valid_tokens.order.shape[0], num_warps=1)
     return valid_tokens._replace(taken=few), valid_tokens._replace(taken=others)

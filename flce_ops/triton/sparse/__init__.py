@@ -1,10 +1,11 @@
-"""Gradients of the entries that are kept.
+"""Sparse gradients, of which only some entries are kept, and rows of some classes.
 
-sparse_run.py            which way: lists of entries, or live tiles
+sparse_run.py            which way a step runs: lists of entries, or live tiles
 sparse_step.py           the chunks of a step whose logit gradient is sparse
-sparse_lists.py          the entries that are kept, token by token, and their random numbers
-sparse_or_dense.py       the classes of which these are many, and have GEMMs
-class_order.py           the lists class by class
-gather_sums.py           sums of gathered rows: both gradients; long lists in splits
-live_tiles.py            the tiles that the gradients' GEMMs multiply
+sparse_lists.py          chooses the entries of each token that are kept, and draws their random numbers
+sparse_or_dense.py       finds the blocks of classes that keep many entries, which GEMMs handle
+class_order.py           sorts the lists by class
+gather_sums.py           sums of gathered rows, for both gradients; long lists in splits
+live_tiles.py            the tiles that the gradient GEMMs multiply
+support.py               rows of the classes of a support, forward and backward
 """

@@ -1,13 +1,13 @@
-"""Lists by token become lists by class: a counting sort on the device, the same in every run.
+"""Turns lists by token into lists by class: a counting sort on the device, with the same result in every run.
 
     bits      (V, N / 32)    a bit for each token that keeps an entry of the class: OR, in any order
-    prefix    (V, N / 256)   entries of the class among the tokens before each 256
-    behind    (V,)           where the classes end
-    the entry of token i goes to   behind_{v-1} + prefix + bits of its 256 below i
+    prefix    (V, N / 256)   for each group of 256 tokens: entries of the class among the tokens before the group
+    behind    (V,)           where each class's list ends
+    the entry of token i goes to   behind_{v-1} + prefix + the number of bits below i in its group
 
-A token has one entry of a class at most, so its bit says all; within a class entries stand in the tokens' order. H200,
-8192 tokens of 352 entries, V = 128256: 0.3 ms. How many entries there are only the device knows; torch.sort would sort
-the room for them.
+A token has at most one entry of a class, so one bit suffices. Within a class, entries are in the order of the tokens.
+H200, 8192 tokens of 352 entries, V = 128256: 0.3 ms. Only the device knows how many entries there are, so torch.sort
+would have to sort all the room for them.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from ..rows.valid_tokens import ValidTokens
 from .gather_sums import SplitLists, launch_split_lists
 from .sparse_lists import Lists
 
-# n tokens, V vocabulary, R room of a token's list
+# n tokens, V vocabulary, R room of a token's list, G groups of tokens, W words of bits
 
 WORD = tl.constexpr(32)
 WORDS_OF_GROUP = tl.constexpr(8)
@@ -33,7 +33,7 @@ BLOCK_G, BLOCK_V = 16, 16
 
 
 class Order(NamedTuple):
-    """One argument of a kernel."""
+    """Passed to kernels as one argument."""
 
     bits: Tensor  # (V, W) int32
     prefix: Tensor  # (V, G) int32
@@ -47,7 +47,7 @@ def clear_kernel(out_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def popcount(x):
-    """Of uint32."""
+    """The number of bits set in a uint32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -57,7 +57,7 @@ def popcount(x):
 @Kernel
 def mark_kernel(
     lists,  # Lists
-    order,  # Order; the bits are out, 0 before
+    order,  # Order; writes the bits, which are 0 before
     R,
     G,
     BLOCK: tl.constexpr,
@@ -74,7 +74,7 @@ def mark_kernel(
 
 @Kernel
 def count_kernel(
-    order,  # Order; the prefix is out
+    order,  # Order; writes the prefix
     total_ptr,  # (V,) int32, out
     V,
     G,
@@ -100,7 +100,7 @@ def count_kernel(
 def scatter_kernel(
     lists,  # Lists
     order,  # Order
-    classes,  # SplitLists; the entries are out
+    classes,  # SplitLists; writes the entries
     valid_tokens,  # ValidTokens
     R,
     G,
@@ -127,7 +127,7 @@ def scatter_kernel(
 
 
 def order_bytes(num_classes: int, room: int) -> tuple[int, int]:
-    """For each token, where these are a multiple of GROUP, and besides."""
+    """Bytes for each token, if the number of tokens is a multiple of GROUP, and bytes besides."""
     return 8 * room + num_classes * 4 * (WORDS_OF_GROUP.value + 1) // GROUP.value, 16 * num_classes
 
 
@@ -136,11 +136,11 @@ def launch_class_order(
     num_classes: int,
     valid_tokens: ValidTokens,
     *,
-    shortest: int,  # split
-    splits: int,  # at most
+    shortest: int,  # the shortest split
+    splits: int,  # the most splits
     hidden: int,
 ) -> tuple[SplitLists, Tensor]:  # (P, D) float32
-    """The lists of classes, and memory for the sums of their splits: that of the bits, as all is one allocation."""
+    """Returns the lists by class, and memory for the sums of their splits, which reuses that of the bits."""
     n, room = lists.entries.shape
     groups = triton.cdiv(n, GROUP.value)
     words = groups * WORDS_OF_GROUP.value

@@ -1,4 +1,4 @@
-"""Sums of gathered rows: a sparse matrix times a dense one, in float32, each result written once.
+"""Sums of gathered rows: a sparse matrix times a dense one, in float32. Each result is written once.
 
                  list of r                   D
     r   │ id, value │ id, value │ ...   ┌───────────┐
@@ -9,16 +9,16 @@ with blocks of columns outermost, frequent rows stay there. H200, 8192 tokens, 3
 linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2 warps; 3.1 ms with 1024 and 4, 8.0 with sixteen
 rows at a time, whose sum crosses warps.
 
-Lists of very different lengths are split, so that no program walks a long one alone; their sums are added in their
-order:
+Lists of very different lengths are split, so that no program walks a long list alone. The sums of the splits are added
+in order:
 
-    split    = max(2 / P of all entries, the shortest)          so there are P splits at most
-    splits_i = ceil(length_i / split) where length_i > split, else 0; in the table with those of the lists before
+    split    = max(2 / P of all entries, the shortest)          so there are at most P splits
+    splits_i = ceil(length_i / split) if length_i > split, else 0; the table holds running totals of these numbers
 
-A few classes have most of the entries of grad_linear_weight, and a few tokens twenty times those of the others: at
-2^-12 a trained model's keep 200 in the mean, some 4,000. A program adds up eight at a time, each time waiting for
-memory, and would outlast all others: 1.9 ms for grad_input where 3 tokens in 100 keep 2,000 to 3,000
-(8192x1024x50304), 0.8 in splits of 512.
+A few classes have most of the entries of grad_linear_weight, and a few tokens have twenty times as many as the others:
+at a threshold of 2^-12 a trained model's tokens keep 200 on average, and some keep 4,000. A program adds eight entries
+at a time and waits for memory each time, so a program with a long list would outlast all others. If 3 tokens in 100
+keep 2,000 to 3,000 entries (8192x1024x50304), grad_input takes 1.9 ms, and 0.8 ms in splits of 512.
 """
 
 from typing import NamedTuple
@@ -33,15 +33,15 @@ from .live_tiles import LIVE
 # L lists, D hidden, T rows of the table, P splits at most
 
 AT_A_TIME = tl.constexpr(8)
-COLUMNS_OF_WARP = 256  # 16 bytes a thread
+COLUMNS_OF_WARP = 256  # a thread reads 16 bytes
 
 
 class SplitLists(NamedTuple):
-    """Those longer than a split are cut; a number of splits is that of this list and of those before it."""
+    """Lists, of which those longer than `split` are cut. `splits` holds running totals over the lists."""
 
-    entries: Tensor  # int64: a float32 value above the index of a row
+    entries: Tensor  # int64: a float32 value in the upper half, the index of a row in the lower
     lengths: Tensor  # (L,) int32
-    behind: Tensor | None  # (L,) int32, where they end, one after the other; None: list i begins at i times `room`
+    behind: Tensor | None  # (L,) int32, the end of each list in `entries`; None: list i begins at i times `room`
     split: Tensor  # () int32
     splits: Tensor  # (L,) int32
     room: int = 0
@@ -49,7 +49,7 @@ class SplitLists(NamedTuple):
 
 @triton.jit
 def bounds(lists, i):
-    """Of list i in the entries, int64."""
+    """Where list i begins and ends in the entries, int64."""
     length = tl.load(lists.lengths + i).to(tl.int64)
     if lists.behind is None:
         begin = i.to(tl.int64) * lists.room
@@ -60,7 +60,7 @@ def bounds(lists, i):
 
 @triton.jit
 def list_of_split(lists, split, L, steps):
-    """The first list behind which there are more splits, and its first split."""
+    """Binary search for the list that `split` belongs to. Returns the list and its first split."""
     low, high = 0, L
     for _ in range(steps):
         middle = (low + high) // 2
@@ -72,13 +72,13 @@ def list_of_split(lists, split, L, steps):
 
 @Kernel
 def split_lists_kernel(
-    lists,  # SplitLists; `behind`, `split` and `splits` are out
+    lists,  # SplitLists; writes `behind`, `split` and `splits`
     L,
     P,
     shortest,
     BLOCK: tl.constexpr,
 ):
-    """One program. sum ceil(length / split) over lengths > split is at most 2 / split of all entries."""
+    """One program. The sum of ceil(length / split) over lengths > split is at most 2 / split of all entries."""
     entries = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, L, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -99,9 +99,9 @@ def split_lists_kernel(
 
 
 def launch_split_lists(
-    lists: SplitLists,  # out: `behind`, `split` and `splits`
-    shortest: int,  # split
-    splits: int,  # at most
+    lists: SplitLists,  # writes `behind`, `split` and `splits`
+    shortest: int,  # the shortest split
+    splits: int,  # the most splits
 ) -> None:
     count = lists.lengths.shape[0]
     split_lists_kernel[(1,)](lists, count, splits, shortest, BLOCK=8192, num_warps=16)
@@ -117,16 +117,16 @@ def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
 @Kernel
 def gather_lists_kernel(
     lists,  # SplitLists
-    is_dense_ptr,  # for each LIVE lists, whether what they would give is left as it is; None for none
+    is_dense_ptr,  # for each LIVE lists: 1 if their results are left unchanged; None: all results are written
     table_ptr,  # (T, D)
-    out_ptr,  # (L, D); (P, D) of splits
+    out_ptr,  # (L, D) out; with OF_SPLITS (P, D)
     P,
     L,
     D,
-    table_stride,  # of rows and columns
+    table_stride,  # (between rows, between columns)
     stride_out,
-    steps,  # of a search among the lists
-    OF_SPLITS: tl.constexpr,  # those of lists that are cut, else the others
+    steps,  # steps of a binary search among the lists
+    OF_SPLITS: tl.constexpr,  # sums the splits of cut lists; otherwise the lists that are not cut
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -175,7 +175,7 @@ def add_splits_kernel(
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The program of a list's first split adds all of them."""
+    """The program of a list's first split adds the sums of all its splits."""
     number = tl.program_id(0) % P
     d = tl.program_id(0) // P * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
@@ -195,8 +195,8 @@ def launch_gather_lists(
     out: Tensor,  # (L, D)
     *,
     add: bool,
-    columns: int,  # of a program, at most
-    is_dense: Tensor | None = None,  # (ceil(L / LIVE),) int32: left as they are
+    columns: int,  # columns of a program, at most
+    is_dense: Tensor | None = None,  # (ceil(L / LIVE),) int32, lists whose results are left unchanged
 ) -> None:
     count, hidden = out.shape
     most = sums.shape[0]

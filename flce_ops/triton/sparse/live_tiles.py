@@ -1,12 +1,12 @@
-"""Which tiles of LIVE tokens and LIVE classes the GEMMs of the gradients multiply, where it is not all of them.
+"""Lists the tiles of LIVE tokens and LIVE classes that the gradient GEMMs multiply, if they do not multiply all.
 
-                 V, in blocks of LIVE classes                 grad_input     a row block's steps: the blocks of classes
-           ┌──────┬──────┬──────┬──────┐                                     that are live for its tokens
-    n      │  ▓▓  │      │  ▓▓  │      │  Steps: 0 2      grad_linear_weight     a block of classes' steps: the row
-           │      │  ▓▓  │      │  ▓▓  │         1 3                             blocks that are live for it; or only
-           └──────┴──────┴──────┴──────┘                                         some blocks are made at all
+            V, in blocks of LIVE classes                 grad_input     for each block of rows: the blocks of classes
+           ┌──────┬──────┬──────┬──────┐                                that are live for its tokens
+    n      │  ▓▓  │      │  ▓▓  │      │  Steps: 0 2      grad_linear_weight     for each block of classes: the blocks
+           │      │  ▓▓  │      │  ▓▓  │         1 3                             of rows that are live for it; or a
+           └──────┴──────┴──────┴──────┘                                         list of the only blocks to compute
 
-The device makes the lists; the host launches the same GEMMs whatever they hold.
+The device makes the lists. The host launches the same GEMMs whatever the lists hold.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,14 @@ LIVE = tl.constexpr(TILE)
 
 
 class Steps(NamedTuple):
-    """The blocks of the inner dimension that a block of the output multiplies; without `number` all.
+    """For each block of a GEMM's output, the blocks of the inner dimension that it multiplies. Without `number`, all of
+    them.
 
-    Or the blocks of the output that are made, with strides of 0. Others are left as they are.
+    With strides of 0, it can instead list the blocks of the output that are computed. The others are left unchanged.
     """
 
-    number: Tensor | None = None  # (B,) int32; with strides of 0 all blocks have the same
-    which: Tensor | None = None  # (B, K + 1) int32, ascending: the one behind the last is read and not used
+    number: Tensor | None = None  # (B,) int32; with a stride of 0 the same number for all blocks
+    which: Tensor | None = None  # (B, K + 1) int32, ascending; the number behind the last is loaded but not used
     stride_number: int = 0
     stride_which: int = 0
 
@@ -42,9 +43,9 @@ EVERY_STEP = Steps()
 
 
 class ComparedRows(NamedTuple):
-    """Rows of E whose |p - onehot| are compared with the threshold; one argument of a kernel."""
+    """Rows of E whose |p - onehot| is compared with a threshold. Passed to kernels as one argument."""
 
-    exponentials: Tensor  # (n, V), with the target's entries
+    exponentials: Tensor  # (n, V), with the targets' entries in place
     row_sum: Tensor  # (n,)
     valid_tokens: ValidTokens
     threshold: float
@@ -63,7 +64,7 @@ def compared_rows(exponentials: Tensor, row_sum: Tensor, valid_tokens: ValidToke
 
 @triton.jit
 def number_of_steps(steps, start, every, BLOCK_K: tl.constexpr):
-    """Of the main loop, for the block of the output that begins at `start`."""
+    """The number of main-loop steps for the block of the output that begins at `start`."""
     if steps.number is None:
         return every
     else:
@@ -72,7 +73,9 @@ def number_of_steps(steps, start, every, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def step_at(steps, start, k, BLOCK_K: tl.constexpr):
-    """The k-th. A loop takes that of the next turn along: the one that it loads for itself ends its pipelining."""
+    """The block of the k-th step. A loop loads this for its next iteration: a load for the current one would end
+    pipelining.
+    """
     SPLIT: tl.constexpr = LIVE // BLOCK_K
     if steps.number is None:
         return k
@@ -84,13 +87,15 @@ def step_at(steps, start, k, BLOCK_K: tl.constexpr):
 @Kernel
 def mark_tiles_kernel(
     compared,  # ComparedRows
-    column_ptr,  # (n,) int64, the target's
+    column_ptr,  # (n,) int64, the targets' columns
     live_ptr,  # (row blocks, class blocks) uint8, out
     n,
     stride_live,
     ROWS: tl.constexpr,
 ):
-    """A tile is live where it holds a token's target, or an entry |p - onehot| >= threshold, nan included."""
+    """A tile is live if it holds a token's target or an entry with |p - onehot| >= threshold. nan counts as such an
+    entry.
+    """
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
     count = valid_rows(compared.valid_tokens, n)
     rows = tl.program_id(1) * LIVE + tl.arange(0, LIVE)
@@ -108,7 +113,7 @@ def mark_tiles_kernel(
 
 @Kernel
 def list_live_kernel(
-    live_ptr,  # (B, K) uint8, by strides
+    live_ptr,  # (B, K) uint8, read by strides
     steps,  # Steps, out
     K,
     stride_b,
@@ -127,7 +132,7 @@ def list_live_kernel(
 
 
 def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, Steps]:
-    """Of grad_input, and of grad_linear_weight."""
+    """The steps of grad_input and of grad_linear_weight."""
     rows, classes = triton.cdiv(compared.n, TILE), triton.cdiv(compared.V, TILE)
     live = column.new_empty(rows, classes, dtype=torch.uint8)
     mark_tiles_kernel[(classes, rows)](compared, column, live, compared.n, live.stride(0), ROWS=32, num_warps=4)
@@ -135,7 +140,7 @@ def launch_live_tiles(compared: ComparedRows, column: Tensor) -> tuple[Steps, St
 
 
 def list_live(live: Tensor, of: int) -> Steps:
-    """The steps of each row (0) or column (1) of a matrix of tiles."""
+    """The live tiles of each row (of=0) or column (of=1) of a matrix of tiles."""
     blocks, across = live.shape[of], live.shape[1 - of]
     index = live.new_empty(blocks, room_for_rows(across + 1), dtype=torch.int32)
     steps = Steps(live.new_empty(blocks, dtype=torch.int32), index, 1, index.stride(0))

@@ -1,29 +1,29 @@
-"""Lists of the entries of G that a sparse gradient keeps (flce_ops/math/sparse_gradient.py), of a chunk of E.
+"""For a chunk of E, lists the entries of G that a sparse gradient keeps (flce_ops/math/sparse_gradient.py).
 
-              V, in tiles of TILE classes, groups of 16
-          ┌────────┬────────┬────────┬──────┐                  1. a group's q are added up as it is read; the running
-    row   │   .    │ .    . │        │  .   │                     sum of groups says which of them hold kept entries,
-          └────────┴────────┴────────┴──────┘                     some per cent
-              ↓      ↓    ↓            ↓                       2. those groups are read again, and the entry found
+          V, in tiles of TILE classes, groups of 16
+          ┌────────┬────────┬────────┬──────┐         1. Reads all groups and adds up the q of each. The running sum
+    row   │   .    │ .    . │        │  .   │            over groups tells which groups hold kept entries, a few
+          └────────┴────────┴────────┴──────┘            per cent of them.
+              ↓      ↓    ↓            ↓              2. Reads these groups again and finds the kept entries.
     list  │ class, value │ class, value │ ...
 
-One program a row for each, or a few where its list has much room. E is read once from memory: 32 bytes a thread, no
-random number, comparison with the target or 64-bit sum for an entry, only for a group. The first pass leaves in a place
-of the list what the second one starts from: the group, which of its kept entries this is, and the running sum before
-the group.
+Each pass has one program a row; the second has several if the list has much room. Pass 1 reads E from HBM once, 32
+bytes a thread. It works on groups: random numbers, comparison with the target and 64-bit sums for single entries are
+left to pass 2. At each place of the list, pass 1 stores what pass 2 starts from: the group, the number of the kept
+entry within the group, and the running sum before the group.
 
-Tiles and groups are of the classes of all ranks that share the vocabulary: a rank's column c stands in place
-BEFORE + c of its first tile and those after. Where that is no multiple of 16, groups are not on 16 bytes.
+Tiles and groups count the classes of all ranks that share the vocabulary. Column c of a rank is at place BEFORE + c,
+counted from the start of its first tile. If BEFORE is no multiple of 16, groups do not start on 16 bytes.
 
-Ranks that share the vocabulary tell each other of a tile that they share, one number a row; with it a tile's running
-sum goes on where the rank before has left it, as on one device:
+Two ranks may share a tile. Then each rank tells the others the sum of its part of its last tile, one number a row, so a
+running sum continues where the rank before has left it, as on one device:
 
     rank r      ...  ──tile──┐┌──tile── | last_r          the sum of q over its classes of its last tile
     rank r + 1                            | ──tile──┐┌──  carried = sum of last_r of the ranks before, in this tile
 
-The random numbers are those of `uniforms` in flce_ops/math/sparse_gradient.py: one for a token and tile, of the seed,
-the token's place in the call and the tile's number alone, so that forward, a checkpoint's second forward and every rank
-draw the same.
+The random numbers are those of `uniforms` in flce_ops/math/sparse_gradient.py: one for a token and tile. They depend
+only on the seed, the token's place in the call and the tile's number. So forward, a checkpoint's second forward and
+every rank draw the same numbers.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ from .sparse_or_dense import NONE_DENSE, DenseClasses
 
 # n rows of a chunk, V vocabulary (of this rank), R room of a row's list
 
-GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, 16 at once
+GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, in two loads
 TILE = tl.constexpr(sparse_gradient.TILE)
 ONE = tl.constexpr(sparse_gradient.ONE)
 BITS = tl.constexpr(sparse_gradient.BITS)
@@ -52,14 +52,16 @@ ENTRIES_OF_WALKER = 1024
 
 
 class Lists(NamedTuple):
-    """Of the valid tokens, in their order; one argument of a kernel."""
+    """The lists of the valid tokens, in the order of the tokens. Passed to kernels as one argument."""
 
-    entries: Tensor  # (N, R) int64: a float32 value above its class
+    entries: Tensor  # (N, R) int64: a float32 value in the upper half, the class in the lower
     lengths: Tensor  # (N,) int32
 
     @property
     def walkers(self) -> int:
-        """Programs for a list, which a few tokens fill: 4,000 entries of a trained model at 2^-12, 200 in the mean."""
+        """Programs for a list. A few tokens fill their lists: a trained model at 2^-12 keeps 200 entries on average,
+        some tokens 4,000.
+        """
         return max(self.entries.shape[1] // ENTRIES_OF_WALKER, 1)
 
     def of(self, rows: slice) -> "Lists":
@@ -67,11 +69,11 @@ class Lists(NamedTuple):
 
 
 class DrawnRows(NamedTuple):
-    """Rows, and what they are drawn by; one argument of a kernel."""
+    """Rows, and what decides which entries are kept. Passed to kernels as one argument."""
 
     compared: ComparedRows
-    dense: DenseClasses  # those have no entries here
-    seed: Tensor | None  # () int64; None where what is below the threshold is dropped
+    dense: DenseClasses  # classes with a dense gradient, which are not listed
+    seed: Tensor | None  # () int64; None: entries below the threshold are dropped
 
 
 @triton.jit
@@ -87,7 +89,9 @@ def mix(x):
 
 @triton.jit
 def key_of_row(rows, row, first_tile):
-    """To which a tile's number behind the first one adds its multiple of GOLDEN."""
+    """The key of a row's random numbers: adding a tile's number times GOLDEN gives that tile's. Tiles are counted from
+    the first.
+    """
     if rows.seed is None:
         return tl.zeros((), tl.uint32)
     else:
@@ -99,7 +103,7 @@ def key_of_row(rows, row, first_tile):
 
 @triton.jit
 def uniforms(rows, key, tile):
-    """u in units of 1 / ONE, and the dither in [0, 1); 0 where nothing is drawn."""
+    """u in units of 1 / ONE, and the dither in [0, 1). Both are 0 if there is no seed."""
     u = mix(key + tl.cast(tile, tl.uint32) * GOLDEN)
     dither = (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
     u = (u >> (32 - BITS)).to(tl.int64)
@@ -111,7 +115,9 @@ def uniforms(rows, key, tile):
 
 @triton.jit
 def start_of_row(rows, row, first_tile):
-    """Its exponentials, the threshold of one, q of an exponential of 1, the key of its random numbers."""
+    """Returns a pointer to the row's exponentials, the threshold of an exponential, q of an exponential of 1, and the
+    row's key.
+    """
     compared = rows.compared
     limit = compared.threshold * tl.load(compared.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
@@ -120,7 +126,7 @@ def start_of_row(rows, row, first_tile):
 
 @triton.jit
 def shares(rows, e, scale, dither):
-    """q in units of 1 / ONE; an entry that is not below the threshold counts as one, and so does nan."""
+    """q in units of 1 / ONE. An entry at or above the threshold counts as 1, and so does nan."""
     q = tl.fma(tl.abs(e), scale, dither)
     if rows.seed is None:
         return tl.where(q < ONE, 0, ONE)
@@ -130,7 +136,9 @@ def shares(rows, e, scale, dither):
 
 @triton.jit
 def columns_of_groups(rows, first, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
-    """(groups, WIDTH), and which are listed: of groups that are not aligned, those here and of no dense class."""
+    """Returns columns, (groups, WIDTH), and which of them may be listed. Groups that are not aligned may reach into
+    other ranks' classes and into dense classes; these are left out.
+    """
     cols = first[:, None] - BEFORE + tl.arange(0, WIDTH)[None, :]
     listed = cols < rows.compared.V
     if BEFORE // GROUP * GROUP != BEFORE:
@@ -142,10 +150,10 @@ def columns_of_groups(rows, first, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
 
 @triton.jit
 def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: tl.constexpr):
-    """Its groups, their sums of q in int64, and u.
+    """Returns the groups of a tile, their sums of q in int64, and u.
 
-    Groups that are aligned are dense or not as a whole. Rows of E are whole times 16 bytes; what stands behind V there
-    counts as 0.
+    A group that is aligned lies in a dense block as a whole or not at all. Rows of E are padded to 16 bytes; the
+    numbers behind V count as 0.
     """
     V = rows.compared.V
     u, dither = uniforms(rows, key, tile)
@@ -176,7 +184,7 @@ def last_shares_kernel(
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
-    """One program a row: the sum of q over its last tile."""
+    """One program a row: sums q over the row's last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
     if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
@@ -190,18 +198,19 @@ def last_shares_kernel(
 @Kernel
 def list_groups_kernel(
     rows,  # DrawnRows
-    lists,  # Lists, out: group, number, sum before it
-    column_ptr,  # (n,) int64, the target's
-    of_dense_ptr,  # (n,) int64, out: the column, -1 where its class is not dense
-    carried_ptr,  # (n,) int64, the sum of q that other ranks have of the first tile, modulo 1; None for 0
+    lists,  # Lists, out: group, number within the group, sum before the group
+    column_ptr,  # (n,) int64, the targets' columns
+    of_dense_ptr,  # (n,) int64, out: the target's column if its class is dense, else -1
+    carried_ptr,  # (n,) int64, the sum of q of other ranks in this rank's first tile, modulo 1; None for 0
     R,
     first_tile,
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
-    """The length of a row's list. In it, for the m-th kept entry of a group, what list_entries_kernel starts from:
+    """Writes the length of each row's list, and for the m-th kept entry of a group what list_entries_kernel starts
+    from:
 
-    group << 32 | m << 26 | sum of the tile before the group, modulo 1
+    group << 32 | m << 26 | the tile's running sum before the group, modulo 1
     """
     row = tl.program_id(0)
     if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
@@ -224,7 +233,7 @@ def list_groups_kernel(
             packed = (group.to(tl.int64) << 32) | (before & (ONE - 1))
             tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < R))
             found = tl.sum(crossed + ((crossed > 1).to(tl.int32) << 16), 0)
-            if found >> 16 > 0:  # a group with several: rare but in front of a frequent class
+            if found >> 16 > 0:  # a group with several kept entries: rare, except among frequent classes
                 for m in range(1, GROUP):
                     at = where + m
                     tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
@@ -241,15 +250,17 @@ def list_groups_kernel(
 @Kernel
 def list_entries_kernel(
     rows,  # DrawnRows
-    lists,  # Lists, what list_groups_kernel left; out
-    column_ptr,  # (n,) int64, the target's
+    lists,  # Lists: reads what list_groups_kernel wrote, writes the entries
+    column_ptr,  # (n,) int64, the targets' columns
     finished,  # FinishedRows
     R,
     first_tile,
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The m-th kept entry of a group is the first behind which the tile's sum has passed m + 1 whole numbers."""
+    """The m-th kept entry of a group is the first one after which the tile's running sum has passed m + 1 whole
+    numbers.
+    """
     row = tl.program_id(0)
     e_row, limit, scale, key = start_of_row(rows, row, first_tile)
     row_factor, residual = tl.load(finished.row_factor + row), tl.load(finished.residual + row)
@@ -260,7 +271,7 @@ def list_entries_kernel(
         at = start + tl.arange(0, BLOCK)
         packed = tl.load(entries_row + at, mask=at < count, other=0)
         group = (packed >> 32).to(tl.int32)
-        _, dither = uniforms(rows, key, group // (TILE // GROUP))  # tiles differ from entry to entry
+        _, dither = uniforms(rows, key, group // (TILE // GROUP))  # entries of one block belong to different tiles
         cols, listed = columns_of_groups(rows, group * GROUP, GROUP, BEFORE)
         e = tl.load(e_row + cols, mask=(at < count)[:, None] & listed, other=0.0).to(tl.float32)
         behind = tl.cumsum(shares(rows, e, scale, dither[:, None]).to(tl.int64), 1)
@@ -281,7 +292,7 @@ def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClass
 
 
 def launch_carried(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses, shard: Shard) -> Tensor:
-    """(n,) int64, for launch_lists. The row sums are of whole rows."""
+    """(n,) int64, the argument `carried` of launch_lists. The row sums must be those of whole rows."""
     rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
     last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
@@ -293,12 +304,12 @@ def launch_lists(
     finished: FinishedRows,
     column: Tensor,  # (n,)
     sparse: SparseGradient,
-    lists: Lists,  # of the chunk; out
+    lists: Lists,  # the lists of the chunk; out
     dense: DenseClasses = NONE_DENSE,
-    vocab_start: int = 0,  # of this rank
+    vocab_start: int = 0,  # the first class of this rank
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
-    """The target's column where its class is dense, -1 elsewhere."""
+    """The target's column if its class is dense, else -1."""
     n, room, of_dense = compared.n, lists.entries.shape[1], column.new_empty(column.shape)
     rows, (first_tile, before) = drawn_rows(compared, sparse, dense), divmod(vocab_start, sparse_gradient.TILE)
     list_groups_kernel[(n,)](

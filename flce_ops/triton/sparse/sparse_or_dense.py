@@ -1,18 +1,20 @@
-"""Which blocks of classes GEMMs are faster for than lists, and have their exact gradient: decided on the device.
+"""Decides on the device for which blocks of classes GEMMs are faster than lists. These blocks get their exact gradient.
 
-    kept_b  = sum over a block's classes of min(|p - onehot| / threshold, 1), in the mean over some tokens
+    kept_b  = sum over a block's classes of min(|p - onehot| / threshold, 1), averaged over some tokens
     dense_b = kept_b > LIVE / CLASSES_PER_ENTRY
 
-A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200; a GEMM takes 2 D operations for each class and
-token, at 700 TFLOP/s: 87 classes take as long as an entry. Measured the two ways are equal at 85 (8192x4096x128256) and
-105 (8192x1024x50304). Frequent classes are kept in many rows: where ids are in the order of frequency, as tokenizers
-number them, a tenth of the blocks has half of the entries, and no variance. Where rows are flat, as a model's are
-before it is trained, all blocks are dense; and so they are where lists would save less than they take to be made.
+A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200. A GEMM takes 2 D operations for each class and
+token, at 700 TFLOP/s. By these numbers, one entry takes as long as 87 classes. Measured, the two ways are equal at 85
+(8192x4096x128256) and 105 (8192x1024x50304). Frequent classes are kept in many rows. If class ids are ordered by
+frequency, as tokenizers number them, a tenth of the blocks has half of the entries, and the dense blocks have no
+variance. If the probabilities are nearly uniform, as before training, all blocks are dense. All blocks are dense, too,
+if lists would save less time than making them takes.
 
-128 valid tokens of the first chunk decide for all, so chunks do not.
+128 valid tokens of the first chunk decide for all chunks, so all chunks use the same blocks.
 
-What the device finds dense has paid for that finding: 4.5 ms for 4.0 at 8192x1024x50304 and 2^-12. So where lists are
-not to be expected to pay, which D, V and the threshold say, the host launches an exact step in the first place:
+Making lists costs time even if the device then finds all blocks dense: 4.5 ms instead of 4.0 at 8192x1024x50304 and
+2^-12. So if D, V and the threshold say that lists are unlikely to pay, the host launches an exact step in the first
+place:
 
     usual entries a token  = USUAL_SHARE / threshold          worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
 """
@@ -32,20 +34,22 @@ from .live_tiles import LIVE, ComparedRows, Steps
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
 
 CLASSES_PER_ENTRY = 96
-# Of the time of all classes' GEMMs, what it takes to make and order lists: this over D. They read V numbers a token,
-# the GEMMs make 4 V D operations of them: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
+# LISTS_COST / D is the cost of making and sorting lists, relative to the GEMMs over all classes. The lists read V
+# numbers a token, from which the GEMMs make 4 V D operations. Measured: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at
+# 8192x1024x50304.
 LISTS_COST = 320
-# Of the 1 / threshold entries that a token keeps at most: 0.07 to 0.09 with the hidden states of trained models
-# (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12), nearly all where rows are flat.
+# A token keeps at most 1 / threshold entries. This is the usual share of that number: 0.07 to 0.09 with the hidden
+# states of trained models (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12). It is nearly 1 if the
+# probabilities are nearly uniform.
 USUAL_SHARE = 1 / 8
-DECIDING = tl.constexpr(128)  # tokens, evenly spread
+DECIDING = tl.constexpr(128)  # tokens that decide, evenly spread over the chunk
 
 
 class DenseClasses(NamedTuple):
-    """Blocks of classes; without `number` none."""
+    """Blocks of classes with a dense gradient. Without `number`, there are none."""
 
     is_dense: Tensor | None = None  # (B,) int32
-    which: Tensor | None = None  # (B + 1,) int32, of those that are, ascending
+    which: Tensor | None = None  # (B + 1,) int32, the dense blocks, ascending
     number: Tensor | None = None  # () int32
 
     @property
@@ -66,7 +70,7 @@ def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:
 
 
 def worth(num_classes: int, hidden: int) -> float:
-    """Entries a token whose lists take as long as the GEMMs of so many classes; none where D is small."""
+    """Entries a token at which lists take as long as GEMMs over `num_classes` classes. Negative if D is small."""
     return (1.0 - LISTS_COST / hidden) * num_classes / CLASSES_PER_ENTRY
 
 
@@ -97,8 +101,8 @@ def choose_dense_kernel(
     kept_ptr,  # (B,)
     dense,  # DenseClasses, out
     B,
-    worth,  # of all blocks' GEMMs, in entries a token
-    most,  # entries a token of a block that is not dense
+    worth,  # entries a token whose lists take as long as the GEMMs of all blocks
+    most,  # the most entries a token of a block that is not dense
     BLOCK: tl.constexpr,
 ):
     """One program."""
@@ -118,9 +122,9 @@ def choose_dense_kernel(
 
 
 def launch_sparse_or_dense(
-    compared: ComparedRows,  # of the first chunk
+    compared: ComparedRows,  # those of the first chunk
     hidden: int,
-    dense: DenseClasses,  # out
+    dense: DenseClasses,  # written
 ) -> None:
     blocks = dense.is_dense.shape[0]
     kept_of_blocks = compared.row_sum.new_empty(blocks)

@@ -1,7 +1,7 @@
-"""A step whose gradients are sparse, of with_grad.py or backward.py: by lists of entries or by live tiles.
+"""A step with sparse gradients, for with_grad.py and backward.py: by lists of entries or by live tiles.
 
 lists    sparse_step.py
-tiles    a one-pass step whose GEMMs of the gradients leave out tiles of small entries                live_tiles.py
+tiles    a one-pass step whose gradient GEMMs skip tiles of small entries                             live_tiles.py
 """
 
 from torch import Tensor
@@ -30,13 +30,14 @@ Call = WithGrad | VocabParallelWithGrad | Backward
 
 
 def is_sparse(call: Call) -> bool:
-    """An unbiased gradient may be exact, and is where its lists would take longer; what is to be dropped is dropped."""
+    """Whether the step drops or samples entries. An unbiased gradient may also be exact, and it is if its lists would
+    take longer. "drop" and "tiles" always leave entries out, as the user asked.
+    """
     sparse, linear_weight = call.sparse, call.operands.linear_weight
     asked = any(sparse.products(call.output_mask))
     if not asked or sparse.gradient_mode != "unbiased":
         return asked
-    num_classes = call.vocab_size if isinstance(call, VocabParallelWithGrad) else linear_weight.shape[0]
-    return lists_may_pay(sparse.gradient_threshold, num_classes, linear_weight.shape[1])
+    return lists_may_pay(sparse.gradient_threshold, call.num_classes, linear_weight.shape[1])
 
 
 def sparse_notes(call: Call) -> list[str]:
@@ -46,8 +47,6 @@ def sparse_notes(call: Call) -> list[str]:
 
 
 class TileStep(OnePassStep):
-    call: WithGrad | Backward
-
     def exponentiate(
         self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
@@ -65,16 +64,15 @@ def run_sparse(
     valid_tokens: ValidTokens,
     per_token: StepTokens,
     gradients: Gradients,
-    shard: Shard | None = None,  # of a vocabulary that ranks share
+    shard: Shard | None = None,  # if ranks share the vocabulary
 ) -> list[slice]:
-    """The chunks that it takes."""
+    """Runs the step and returns its chunks."""
     if call.sparse.gradient_mode == "tiles":
-        assert not isinstance(call, VocabParallelWithGrad)  # the entry refuses those
-        # no overlay chunk: its exponentials would wait in slices of the vocabulary, whose steps are others
+        assert not isinstance(call, VocabParallelWithGrad)  # the entry operator refuses this combination
+        # No overlay chunk: its exponentials come in slices of the vocabulary, but the lists of live tiles span all of
+        # it.
         operands = call.operands
         chunking = chunking_beside(0, slice(0, operands.input.shape[0]), operands.linear_weight, call.output_mask)
-        step = TileStep(operands, call.logits, valid_tokens, per_token, gradients, chunking)
-        step.call = call
-        step.run_chunks(chunking.chunks)
+        TileStep(call, valid_tokens, per_token, gradients, chunking).run_chunks(chunking.chunks)
         return chunking.chunks
     return run_spans(call, valid_tokens, per_token, gradients, shard)

@@ -1,23 +1,25 @@
-"""A one-pass step whose logit gradient is sparse: one GEMM, then lists in place of the other two.
+"""A one-pass step whose logit gradient is sparse: one GEMM, then lists instead of the other two.
 
     E, losses, row factors of a chunk                                                              one_pass_step.py
-    of the first chunk: the blocks of classes whose gradient is dense                              sparse_or_dense.py
-    lists[rows]         = the entries of G = c E that are kept, of the other classes                sparse_lists.py
+    in the first chunk: which blocks of classes have a dense gradient                              sparse_or_dense.py
+    lists[rows]         = the kept entries of G = c E, in the other blocks                          sparse_lists.py
     grad_linear_weight += E.T @ (c rows), grad_input[rows] = c (E @ linear_weight): the GEMMs of an exact step, over
-                          the dense classes alone                                                    live_tiles.py
+                          the dense blocks only                                                      live_tiles.py
     after the last chunk of a span
         grad_input (+)= sum of value linear_weight[class] over a token's list                       gather_sums.py
-        the lists by class                                                                           class_order.py
+        the lists are sorted by class                                                                class_order.py
         grad_linear_weight (+)= sum of value input[token] over a class's list                        gather_sums.py
 
-A class that many tokens keep is faster by GEMM, and exact then. Where rows are flat, as a model's are before it is
-trained, all classes are dense. The device decides and the host launches both, whatever there is for them.
+If many tokens keep a class, a GEMM is faster for it, and its gradient is exact. If the probabilities are nearly
+uniform, as before training, all classes are dense. The host launches both ways, and the device decides how much each
+has to do.
 
-A span is as many tokens as fit the workspace with their lists and what orders these: all of them, unless it is small or
-the lists are long. The exponentials of a chunk, beside the span's lists, are gone when these are ordered.
+A span is as many tokens as fit the workspace with their lists and the memory that sorts the lists. That is all tokens,
+unless the workspace is small or the lists are long. A chunk's exponentials stand beside the span's lists; their memory
+is free again when the lists are sorted.
 
-Of a rank that holds some classes all of this is of those; spans and chunks are the same on all ranks, which meet for
-each chunk to tell each other its row sums, and what they have of a tile of classes (sparse_lists.py).
+If ranks share the vocabulary, each rank does this for its own classes. Spans and chunks are the same on all ranks. In
+each chunk the ranks exchange row sums, and the sums of tiles of classes that they share (sparse_lists.py).
 """
 
 from dataclasses import replace
@@ -45,16 +47,17 @@ from .sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
-# Entries beyond which a list is cut. Of classes 3.0 ms; with 1024 3.1, 128 3.7 (8192x4096x128256). Of tokens of which
-# 3 in 100 keep 2,000 to 3,000 at 2^-12, a step of 3.7 ms; with 512 4.1, 1024 4.7, uncut 5.2 (8192x1024x50304).
+# Lists with more entries are cut. Time over lists of classes: 3.0 ms; 3.1 with 1024, 3.7 with 128 (8192x4096x128256).
+# Time of a step in which 3 tokens in 100 keep 2,000 to 3,000 entries at 2^-12: 3.7 ms; 4.1 with 512, 4.7 with 1024, 5.2
+# uncut (8192x1024x50304).
 SPLIT = 256
-TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # of a program that gathers
-SPLITS_BYTES = 64 << 20  # of their float32 sums
-MOST_ENTRIES = 2**31 - 1  # of a span: class_order.py counts in int32
+TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of a program that gathers
+SPLITS_BYTES = 64 << 20  # for the float32 sums of splits
+MOST_ENTRIES = 2**31 - 1  # in the lists of a span: class_order.py counts in int32
 
 
 class SparseStep(OnePassStep):
-    """A step whose gradient GEMMs are over the dense classes alone; of the others there are lists, a span at a time."""
+    """A step whose gradient GEMMs cover only the dense classes. The other classes have lists, span by span."""
 
     def __init__(
         self,
@@ -66,14 +69,11 @@ class SparseStep(OnePassStep):
         chunks: list[slice],
         shard: Shard | None,
     ) -> None:
-        chunking = Chunking(None, chunks, False, 0)
-        super().__init__(call.operands, call.logits, valid_tokens, per_token, gradients, chunking)
-        if isinstance(call, VocabParallelWithGrad):
-            self.vocab_start, self.vocab_size = call.vocab_start, call.vocab_size
+        super().__init__(call, valid_tokens, per_token, gradients, Chunking(None, chunks, False, 0))
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense = NONE_DENSE
-        if call.sparse.gradient_mode == "unbiased":  # what is to be dropped is dropped, whatever it takes
+        if call.sparse.gradient_mode == "unbiased":  # "drop" has no dense classes, whatever time its lists take
             self.dense = empty_dense(call.operands.linear_weight.shape[0], valid_tokens.order)
             if self.sparse_input:
                 self.input_steps = self.dense.steps
@@ -93,7 +93,7 @@ class SparseStep(OnePassStep):
     def exponentiate(
         self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
-        """Lists besides. What a sparse gradient is made of after sees targets of dense classes alone."""
+        """Also makes the chunk's lists. The gradient GEMMs that follow only see targets of dense classes."""
         tokens, finished = super().exponentiate(chunk, rows, class_slices, scratch)
         ((_, exponentials),) = class_slices
         row_sum, valid_tokens = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.valid_tokens
@@ -110,7 +110,7 @@ class SparseStep(OnePassStep):
             self.options,
             self.lists_of(chunk),
             self.dense,
-            self.vocab_start,
+            0 if self.shard is None else self.shard.start,
             carried,
         )
         self.column = tokens.column
@@ -129,7 +129,7 @@ class SparseStep(OnePassStep):
             super().write_input(chunk, tokens, class_slices, finished, product)
 
     def gather_input(self, span: slice) -> None:
-        """Of all chunks at once: what the last, long lists take is waited for once."""
+        """Gathers all chunks in one launch, so the GPU waits for the longest lists only once."""
         entries, lengths = self.lists
         out = self.grad_input[span]
         lists = SplitLists(entries, lengths, None, lengths.new_empty(()), lengths.new_empty(lengths.shape), self.room)
@@ -162,14 +162,14 @@ def run_spans(
     gradients: Gradients,
     shard: Shard | None,
 ) -> list[slice]:
-    """The chunks that it takes."""
+    """Runs the step and returns its chunks."""
     num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
     if shard is not None:
-        num_classes = shard.rows  # of the largest: what follows is to be the same on all ranks
+        num_classes = shard.rows  # the size of the largest shard, so that spans and room are the same on all ranks
     topk = in_columns(call.operands.target).shape[1]
     room = room_of_row(call.sparse.gradient_threshold, num_classes, topk)
     if shard is not None and shard.rows % TILE:
-        room += 1  # a shard begins inside a tile
+        room += 1  # a shard may begin inside a tile
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
     chunkings = [chunk_span(call, span, room, shard) for span in spans]
     chunks = [chunk for chunking in chunkings for chunk in chunking.chunks]
@@ -201,7 +201,7 @@ def list_bytes(tokens: int, room: int) -> int:
 
 
 def span_at_most(tokens: int, num_classes: int, room: int) -> int:
-    """Tokens whose lists fit the workspace with what orders them."""
+    """Tokens whose lists fit the workspace, together with the memory that sorts them."""
     each, fixed = order_bytes(num_classes, room)
     left = matrix_bytes(tokens, TOKEN_BYTES) - fixed - SPLITS_BYTES
     fitting = min(left // (each + list_bytes(1, room)), MOST_ENTRIES // room)

@@ -1,17 +1,19 @@
-"""CUDA kernel of linear_cross_entropy_backward: lse is known, so the logit gradient G is finished in the GEMM.
+"""The CUDA implementation of linear_cross_entropy_backward. lse is known, so the GEMM's epilogue finishes the logit
+gradient G.
 
     for each range of rows:            the valid tokens of the range                             gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
-                                           or, where forward saved logits,                saved_gradient.py
+                                           or, if forward saved logits,                          saved_gradient.py
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
                                        sum += G @ linear_weight[classes]                         input_gradient.py
         grad_input[rows] = sum
 
-All rows take one range where their float32 sum fits half the workspace. Then each slice of grad_linear_weight comes
-whole; over several ranges of rows it is a sum as over chunks. What is added to main_grad needs no sum beside it.
+If the float32 sums of all rows fit half the workspace, there is one range of rows. Then each slice of
+grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. A sum into main_grad
+needs no memory beside it.
 
-A sparse gradient is made of exponentials (sparse_run.py), which backward makes again as a one-pass step does: lse is
-not read, and forward saves no logits.
+A sparse gradient is made from exponentials (sparse_run.py), which backward computes again, as a one-pass step does. It
+does not read lse, and forward saves no logits for it.
 """
 
 import torch
@@ -52,7 +54,7 @@ from .saved_gradient import launch_saved_gradient
 # N tokens, n rows of a range, D hidden, V vocabulary
 
 BLOCK_V = 256  # columns of a tile of the logits GEMM
-SPLIT_NUMBERS = 16 << 20  # float32 numbers of grad_input's product in splits, at most: 64 MiB
+SPLIT_NUMBERS = 16 << 20  # the most float32 numbers of grad_input's products in splits: 64 MiB
 
 
 @takes(Backward)
@@ -100,10 +102,12 @@ def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
 def run_backward(
     call: Backward,
     valid_tokens: ValidTokens,
-    gradients: Gradients,  # input: of the tokens of `valid_tokens`, in their order
-    weight_gradient: WeightGradient | None,  # one that earlier tokens were added to
+    gradients: Gradients,  # `input` has the rows of `valid_tokens`, in their order
+    weight_gradient: WeightGradient | None,  # holds the sum over earlier tokens
 ) -> list[slice]:
-    """Of the tokens of `valid_tokens`; what `call` has of tokens is (N,), as they stand. The ranges of rows it took."""
+    """Runs over the tokens of `valid_tokens` and returns the ranges of rows. Vectors of `call` are (N,), for all
+    tokens.
+    """
     operands, logit_options, backend = call.operands, call.logits, backend_for(call.operands.input)
     input, linear_weight, _, _, weight = operands
     grad_input, grad_weight, bias_sum = gradients
@@ -130,9 +134,7 @@ def run_backward(
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
-        at_target = launch_gather_targets(
-            here, operands, logit_options, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
-        )
+        at_target = launch_gather_targets(call, here, rows)
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
         )
@@ -164,14 +166,14 @@ def launch_logit_gradient(
     rows: Tensor,  # (n, D)
     operands: Operands,
     cols: slice,
-    factors: Gradient,  # of the rows; class weights those of `cols`
-    quantized: QuantizedLogits | None,  # of the first rows, those whose logits were saved
+    factors: Gradient,  # of the rows; its class weights are those of `cols`
+    quantized: QuantizedLogits | None,  # saved logits of the first rows; None if there are none
     logit_options: LogitOptions,
     valid_tokens: ValidTokens,
     *,
     out: Tensor,  # (n, v)
 ) -> None:
-    """G of rows x classes: of saved logits, and behind them of logits that are made again."""
+    """Writes G of rows x classes: from saved logits for the first rows, and by the logits GEMM for the others."""
     linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
     first_new = 0 if quantized is None else quantized.numbers.shape[0]
     if first_new:
@@ -189,13 +191,13 @@ def gradient_slices(
     hidden: int,
     num_classes: int,
     itemsize: int,
-    beside: int,  # bytes beside grad_linear_weight where it is a sum over ranges of rows
+    beside: int,  # bytes that grad_linear_weight takes in addition if it is a sum over ranges of rows
     *,
     want_input: bool,
 ) -> tuple[list[slice], list[slice]]:
-    """Row slices that take at most half the workspace, and column slices that fill what is left.
+    """Returns row slices that take at most half the workspace, and column slices that fill the rest.
 
-    A row takes grad_input's float32 sum, or where that is not wanted the token itself.
+    A row takes the float32 sum of grad_input. If grad_input is not wanted, it takes the gathered token instead.
     """
     row_bytes = 4 * hidden if want_input else itemsize * hidden
     half = get_workspace() // 2
@@ -204,10 +206,12 @@ def gradient_slices(
     count = row_slices[0].stop
     left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    return row_slices, slices(num_classes, most_columns, BLOCK_V)  # whole tiles: a maximum of saved logits each
+    # slices are whole tiles: a tile has one maximum of saved logits
+    return row_slices, slices(num_classes, most_columns, BLOCK_V)
 
 
 def product_splits(numbers: int, column_slices: int, left: int) -> int:
-    """How often a range's float32 product of so many numbers is held in `left` bytes: of one slice, so that V can be
-    split."""
+    """The number of splits of V whose float32 products of `numbers` numbers fit in `left` bytes. Several column slices
+    share one product, so V is not split then.
+    """
     return 1 if column_slices > 1 else min(max(min(SPLIT_NUMBERS, left // 4) // numbers, 1), 8)

@@ -1,9 +1,9 @@
-"""How a one-pass step takes its tokens: an overlay chunk or none, then chunks or a recomputing step. CHUNKINGS says
-which.
+"""How a one-pass step divides its tokens: into an overlay chunk or none, then chunks or a recomputing step. The table
+CHUNKINGS says which.
 
-overlay chunk       where it is larger than an ordinary one: up to D tokens                        overlay.py
-chunks              E of n tokens fills the workspace; one after another                            with_grad.py
-recomputing step    where n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace        recompute.py
+overlay chunk       if it is larger than an ordinary chunk: up to D tokens                           overlay.py
+chunks              E of n tokens fills the workspace; one chunk after another                       one_pass_step.py
+recomputing step    if n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace           recompute.py
 """
 
 import functools
@@ -21,21 +21,23 @@ from .overlay import Overlay, overlay_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-RECOMPUTE_BELOW = 384  # H200, D = 4096: 1.78 us a row for grad_linear_weight at 512 rows, 1.60 at 2048, 3 at 256
-OVERLAY_STEP = 512  # tokens between the overlay chunks that are compared
+RECOMPUTE_BELOW = 384  # H200, D = 4096: grad_linear_weight takes 1.78 us a row at 512 rows, 1.60 at 2048, 3 at 256
+OVERLAY_STEP = 512  # sizes of overlay chunks are compared in steps of this many tokens
 
 
 @dataclass(frozen=True)
 class Chunking:
     overlay: Overlay | None
-    chunks: list[slice]  # of the other tokens
+    chunks: list[slice]  # the chunks of the other tokens
     recompute: bool
     product_bytes: int  # workspace for float32 products with linear_weight
-    few: int = 0  # of no more valid tokens one chunk is made instead of these (choose_chunking)
+    few: int = 0  # with at most this many valid tokens, one chunk replaces all of these (choose_chunking)
 
     @property
     def most_chunks(self) -> int:
-        """Ranges of rows that a recomputing step takes have at least MULTIPLE rows, but for the last."""
+        """The largest number of chunks. Each range of rows of a recomputing step has at least MULTIPLE rows, except the
+        last.
+        """
         count = len(self.chunks)
         if self.recompute:
             (rows,) = self.chunks
@@ -80,7 +82,7 @@ def problem_of(
 
 
 def chunking_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Chunking:
-    """Of some tokens, without an overlay chunk, beside memory for something else."""
+    """The chunks of a span of tokens, without an overlay chunk, if `nbytes` of the workspace are taken."""
     with reserved(nbytes):
         tokens = span.stop - span.start
         problem = problem_of(tokens, linear_weight, output_mask, smoothed=False, sum_pairs=0)
@@ -90,9 +92,9 @@ def chunking_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask
 
 
 def chunk_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Chunking:
-    """Chunks that are the same on all ranks: they follow from the largest shard's rows."""
+    """Chunks that are the same on all ranks, because they depend on the size of the largest shard only."""
     problem = problem_of(input.shape[0], input, output_mask, smoothed=False, sum_pairs=sum_pairs)
-    problem = problem._replace(vocab=shard, weight_tiles=WEIGHT_TILES["hopper"])  # on any device
+    problem = problem._replace(vocab=shard, weight_tiles=WEIGHT_TILES["hopper"])  # the same tiles on every device
     chunks, fitting = slices(problem.tokens, problem.fitting()), problem.fitting()
     products = product_bytes(fitting, chunks[0].stop, shard, problem.hidden, problem.itemsize)
     return Chunking(None, chunks, False, products)
@@ -100,7 +102,7 @@ def chunk_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs
 
 @functools.lru_cache(maxsize=256)
 def fewest_steps(problem: Problem) -> tuple[Overlay | None, list[slice]]:
-    """An overlay chunk and the chunks of the other tokens that take the fewest steps."""
+    """The overlay chunk, if any, and the chunks of the other tokens that together take the fewest main-loop steps."""
     tokens, hidden, fitting = problem.tokens, problem.hidden, problem.fitting()
     steps, chunks = problem.chunks(0)
     overlay = None
@@ -129,7 +131,7 @@ OVERLAY = (
     Condition("a gradient of linear_weight", lambda problem: problem.want_weight),
 )
 SAVES_STEPS = Condition("a larger chunk that saves steps", lambda problem: fewest_steps(problem)[0] is not None)
-# an overlay chunk would add label smoothing's part of all tokens
+# an overlay chunk would add label smoothing's term for all tokens, the recomputed ones included
 NOT_SMOOTHED = Condition(
     "no label smoothing if the others recompute", lambda problem: not (problem.smoothed and recomputes(problem))
 )
@@ -159,7 +161,7 @@ def best_chunking(problem: Problem) -> Chunking:
 
 
 def few_rows(problem: Problem, overlay: Overlay | None, chunks: list[slice]) -> int:
-    """Of a chunk that takes no more memory than these."""
+    """The number of valid tokens up to which one chunk is made: it takes no more memory than the other chunks."""
     if overlay is None:
         return 0
     in_workspace = overlay.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE

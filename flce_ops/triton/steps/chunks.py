@@ -1,4 +1,4 @@
-"""How the workspace is cut: rows of logits for the one-pass kernel, rows and columns for the recomputing one."""
+"""How the workspace is divided: rows of logits for a one-pass step, rows and columns for backward."""
 
 from typing import NamedTuple
 
@@ -18,16 +18,16 @@ from ..gemm.weight_gradient import sum_bytes
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
-# Part of the workspace for what is small beside the (n, V) matrix. It is used twice in turn: for sums per tile of 256
-# columns (two float32 against 256 half numbers), then for float32 products with linear_weight.
+# The part of the workspace for buffers that are small beside the (n, V) matrix. It has two uses, one after the other:
+# sums per tile of 256 columns (two float32 beside 256 half numbers), then float32 products with linear_weight.
 SMALL_BYTES = 8 << 20
-# Of a one-pass step, per token: its places, weights, and what is known of a row. The default workspace then has room
-# for 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly; with 128 it would not.
+# Bytes a token of a one-pass step: its places, weights and row statistics. With 48, the default workspace has room for
+# 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly. With 128 it would not.
 TOKEN_BYTES = 48
-CHUNKS_MORE = 2  # than the fewest, at most
-SPLITS_OF_FEW = 8  # of V, when only a tile's rows hold tokens
-# Of its main loop that adding to a tile of grad_linear_weight counts for: 1 by its time apart, the rest for what each
-# chunk launches and reads once.
+CHUNKS_MORE = 2  # at most this many chunks more than the fewest
+SPLITS_OF_FEW = 8  # splits of V for which there is room if only one tile of rows holds tokens
+# The cost of adding to a tile of grad_linear_weight, in steps of the GEMM's main loop: 1 for its own time, the rest for
+# what each chunk launches and reads once.
 ADDITION_STEPS = 8
 
 
@@ -36,23 +36,26 @@ def small_bytes() -> int:
 
 
 def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_bytes: int = 0) -> int:
-    """Rows of `columns` numbers and `row_bytes` that fit the workspace, a multiple of 128, at least 128."""
+    """How many rows of `columns` numbers and `row_bytes` fit the workspace: a multiple of 128, at least 128."""
     left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - reserved
     rows = left // (padded(columns, itemsize) * itemsize + row_bytes)
     return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
 
 
 def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
-    """For the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over.
+    """Bytes for the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over.
 
-    No more than the most splits take: 100 rows of 4096 features 25 MiB, where 459 MiB of the default would be left.
+    At most what the largest number of splits needs: 25 MiB for 100 rows of 4096 features, where the default workspace
+    would have 459 MiB left.
     """
     left = small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
     return min(left, 4 * MOST_SPLITS.value * rows * hidden)
 
 
 def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
-    """range(total) in the fewest slices of at most `at_most`, of about one size: small ones starve their GEMMs."""
+    """Divides range(total) into the fewest slices of at most `at_most`. The slices have similar sizes, because small
+    ones make inefficient GEMMs.
+    """
     if not total:
         return []
     count = triton.cdiv(total, at_most)
@@ -61,7 +64,7 @@ def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
 
 
 class Problem(NamedTuple):
-    """What a chunking depends on."""
+    """What the division of tokens into chunks depends on."""
 
     tokens: int
     vocab: int
@@ -74,24 +77,25 @@ class Problem(NamedTuple):
     workspace: int
     recompute_below: int
     programs: int
-    tiles: Tiles  # of the input gradient's GEMM
+    tiles: Tiles  # tiles of the input gradient's GEMM
     weight_tiles: Tiles
 
     def sum_bytes(self) -> int:
-        """Of a sum of grad_linear_weight over several chunks."""
+        """Extra bytes if grad_linear_weight is a sum over several chunks."""
         return sum_bytes(self.vocab, self.hidden, self.weight_tiles) if self.want_weight else 0
 
     def fitting(self) -> int:
-        """Rows of a chunk."""
-        reserved = small_bytes() * self.sum_pairs  # numbers a row and tile beside the two of any step
-        row_bytes = 0 if self.want_input else self.hidden * self.itemsize  # the valid tokens wait in grad_input
+        """How many rows fit in a chunk."""
+        reserved = small_bytes() * self.sum_pairs  # room for numbers a row and tile beyond the two of every step
+        # grad_input, if wanted, holds the gathered tokens
+        row_bytes = 0 if self.want_input else self.hidden * self.itemsize
         fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)
         if fitting < self.tokens:
             fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved + self.sum_bytes(), row_bytes)
         return fitting
 
     def product_bytes(self, rows: int) -> int:
-        """Of the room that chunks of so many rows leave, what their products can use; for few valid tokens, too."""
+        """Bytes for the products of chunks of so many rows: what the chunks leave free, but no more than is useful."""
         if not self.want_input:
             return 0
         room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
@@ -103,7 +107,7 @@ class Problem(NamedTuple):
         return steps_and_splits(rows, self.hidden, depth, numbers, self.programs, self.tiles)
 
     def steps(self, rows: int, numbers: int) -> float:
-        """Of the GEMMs' main loops for a chunk, as far as they depend on how tokens are cut."""
+        """Main-loop steps of a chunk's GEMMs, as far as they depend on how tokens are divided."""
         steps = 0.0
         if self.want_input:
             steps += self.input_steps(rows, numbers)[0]
@@ -112,14 +116,17 @@ class Problem(NamedTuple):
         return steps
 
     def chunks(self, start: int) -> tuple[float, list[slice]]:
-        """The tokens from `start` in a few chunks more than it takes, where that suits the multiprocessors better."""
+        """Divides the tokens from `start` into the fewest chunks or up to CHUNKS_MORE more, if their rows fill the
+        multiprocessors better. Returns main-loop steps and chunks.
+        """
         tokens, fitting = self.tokens - start, self.fitting()
         if not tokens:
             return 0.0, []
         fewest = triton.cdiv(tokens, fitting)
         counts = range(fewest, fewest + CHUNKS_MORE + 1)
         cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
-        cuts[1:] = [chunking for chunking in cuts[1:] if chunking[0].stop >= self.recompute_below]  # a fourth GEMM pass
+        # smaller chunks would recompute, with a fourth GEMM pass
+        cuts[1:] = [chunking for chunking in cuts[1:] if chunking[0].stop >= self.recompute_below]
         steps = [
             sum(self.steps(c.stop - c.start, self.product_bytes(chunking[0].stop) // 4) for c in chunking)
             for chunking in cuts
@@ -129,9 +136,9 @@ class Problem(NamedTuple):
 
 
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:
-    """For flce_ops.last_path().
+    """Records the chunks for flce_ops.last_path().
 
-    The valid tokens' rows are laid out like linear_weight's, which decides on the tiles.
+    The gathered tokens have the layout of linear_weight's rows, so linear_weight decides about TMA.
     """
     tma = tiles_for(linear_weight).tma and fits_tma(linear_weight)
     most = max((s.stop - s.start for s in rows), default=0)
@@ -139,13 +146,13 @@ def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *no
 
 
 def padded(columns: int, itemsize: int) -> int:
-    """Columns of a row that starts on 16 bytes, as TMA wants it."""
+    """Columns of a row, padded to a multiple of 16 bytes, as TMA requires."""
     multiple = 16 // itemsize
     return triton.cdiv(columns, multiple) * multiple
 
 
 def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Vectors over tokens or classes with unit stride, as the kernels read them; matrices keep their strides."""
+    """Gives vectors over tokens or classes unit stride, as the kernels expect. Matrices keep their strides."""
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
 
 

@@ -1,15 +1,17 @@
-"""The gradient by a number a class that multiplies logits, of the exponentials that the two GEMMs read too.
+"""The gradient by a class scale, a number a class that multiplies the logits (DoRA), from the exponentials that the
+gradient GEMMs read.
 
     u_ij = c_j t_ij + b_j          E_ij = c_j exp(z_ij - r_i), z = s u          f_i E_ij = c_j dL/du_ij
 
     dL/dc_j = sum_i dL/du_ij t_ij = sum_i f_i E_ij (z_ij / s - b_j) / c_j^2      z_ij = log(E_ij / c_j) + r_i
 
-What rounding E to bfloat16 takes from z is 2^-9 at most, from t that over s c_j. The target's entry is no exponential:
-its logit is known. It is one more read of E. A block with |c_j| < 1/8 makes its products t again, for those classes:
+Rounding E to bfloat16 changes z by at most 2^-9, and t by that over s c_j. The target's entry of E is no exponential,
+but the target's logit is known. This costs one more read of E. If |c_j| < 1/8, the products t of a block of classes are
+computed again:
 
     dL/dc_j = sum_i f_i E_ij t_ij / c_j
 
-The step computes with |c_j| of 2^-40 at least, so that c_j = 0 leaves something of E, too.
+The step replaces |c_j| below 2^-40 by 2^-40, so that E is not lost where c_j = 0.
 """
 
 import torch
@@ -26,7 +28,8 @@ from .low_rank_pair import Pair, add_pair_product
 
 # n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
 
-SMALL = tl.constexpr(0.125)  # below it rounding E would take more from t than a product of bfloat16 numbers has wrong
+# below it, rounding E would change t by more than the error of a product of bfloat16 numbers
+SMALL = tl.constexpr(0.125)
 LEAST = 2.0**-40
 
 
@@ -46,15 +49,15 @@ def logit_products_kernel(
     D,
     stride_n,
     stride_rows_n,
-    weight_stride,  # of classes and features
-    RANK: tl.constexpr,  # of the pair
+    weight_stride,  # (between classes, between features)
+    RANK: tl.constexpr,  # r of the pair
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """sum_i f_i E_ij z_ij, or t_ij for z_ij where |c_j| < SMALL.
+    """Computes sum_i f_i E_ij z_ij, with t_ij in place of z_ij where |c_j| < SMALL.
 
-    One program owns BLOCK_C classes of one of S slices of the rows.
+    One program sums BLOCK_C classes over one of S slices of the rows.
     """
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
@@ -97,7 +100,7 @@ def logit_products(
     factor: Tensor,  # (n,)
     reference: Tensor,  # (n,)
     tokens: Tokens,
-) -> Tensor:  # (V,), for `gradient_of_scale`
+) -> Tensor:  # (V,), input of gradient_of_scale
     assert input.stride(1) == 1
     return sum_over_rows(
         logit_products_kernel,
@@ -118,12 +121,12 @@ def logit_products(
 
 
 def away_from_zero(class_scale: Tensor) -> Tensor:  # (V,)
-    """float32, LEAST in absolute value."""
+    """The scale as float32, with an absolute value of at least LEAST."""
     return class_scale.float().abs().clamp(min=LEAST).copysign(class_scale).contiguous()
 
 
 def gradient_of_scale(
-    products: Tensor,  # (V,), of logit_products
+    products: Tensor,  # (V,), result of logit_products
     gradient_sum: Tensor,  # (V,), sum_i f_i E_ij, read only with linear_bias
     class_scale: Tensor,  # (V,)
     linear_bias: Tensor | None,  # (V,)

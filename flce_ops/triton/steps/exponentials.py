@@ -5,9 +5,10 @@
     3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
            lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
 
-exp(z - reference) overflows where some logit is far above the reference: for tokens whose loss exceeds 40 nats, or that
-have no target here and whose column 0 is that unlikely. The kernels of step 3 are always launched and leave at once
-(a few microseconds) when they are not needed, which costs no host synchronisation and works in CUDA graphs.
+exp(z - reference) overflows if a logit is far above the reference. This happens to tokens whose loss exceeds 40 nats,
+and on a rank without the target if column 0, the reference then, is as unlikely. The kernels of step 3 are always
+launched. They return immediately (a few microseconds) if they are not needed. So there is no host synchronisation, and
+CUDA graphs work.
 """
 
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ...math.options import LogitOptions
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
 from ..gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from ..rows.column_sums import weighted_column_sum
+from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
 from .low_rank_pair import NO_PAIR, Pair
 from .quantized_logits import QuantizedLogits, quantization
@@ -30,7 +31,7 @@ from .quantized_logits import QuantizedLogits, quantization
 
 
 class RowSums(NamedTuple):
-    """(n,) each, base 2; None where not asked for."""
+    """Sums over the classes of each row, (n,) each, in base 2; None if not requested."""
 
     exponentials: Tensor  # of exp2(z2 - reference_logit)
     reference_logit: Tensor
@@ -43,7 +44,7 @@ class RowSums(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which of RowSums, beside the first two; max_logit comes with argmax."""
+    """Which fields of RowSums are requested, besides the first two. `argmax` also gives max_logit."""
 
     logit_sum: bool = False
     expected: bool = False
@@ -53,33 +54,31 @@ class Asked(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Of a row and tile."""
+        """How many numbers the epilogue stores for a row and tile."""
         return sum(self) + self.argmax
 
 
 NOTHING_ELSE = Asked()
-AGAINST_REFERENCE = "expected", "squares"  # made again where that changes
+AGAINST_REFERENCE = "expected", "squares"  # sums relative to the reference: a rescue recomputes them
 
 
 def launch_exponentials(
-    input: Tensor,  # (n, D) of the valid tokens
-    linear_weight: Tensor,  # (V, D)
-    linear_bias: Tensor | None,  # (V,)
+    call: Any,  # with Operands
     valid_tokens: ValidTokens,
+    input: Tensor,  # (n, D) of the valid tokens
+    at_target: AtTarget,  # whose reference is overwritten with lse where the chunk is rescued
     *,
-    reference_logit: Tensor,  # (n,) base 2; overwritten with lse where the chunk is rescued
-    guard: Tensor,  # () int32, 0
     # columns from a multiple of 256, and (n, v) for their E
     class_slices: list[tuple[slice, Tensor | None]] | None = None,
-    quantized: QuantizedLogits | None = None,  # out, where E itself is not asked for
+    quantized: QuantizedLogits | None = None,  # written, if E itself is not wanted
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # whose logits are taken from it
-    logit_options: LogitOptions,
     scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
     pair: Pair = NO_PAIR,
 ) -> RowSums:
-    backend = backend_for(input)
+    _, linear_weight, _, linear_bias, _ = call.operands
+    reference_logit, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     tiles = triton.cdiv(linear_weight.shape[0], block_v)
@@ -108,7 +107,7 @@ def launch_exponentials(
                 linear_weight[cols],
                 None if linear_bias is None else linear_bias[cols],
                 sums.of(of_tiles, cols),
-                logit_options,
+                call.logits,
                 valid_tokens,
                 out=out if sums.quantization is None else quantized.numbers,
                 guard=guarded,
@@ -121,16 +120,8 @@ def launch_exponentials(
     exponentiate(sums)
     launch_sum_tiles(partial, row_sum, valid_tokens, raises=guard)
 
-    backend.logits(
-        input,
-        linear_weight,
-        linear_bias,
-        MaxSum(partial, partial_max),
-        logit_options,
-        valid_tokens,
-        guard=guard,
-        pair=pair,
-    )
+    operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
+    backend.logits(*operands, guard=guard, pair=pair)
     launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
@@ -145,7 +136,7 @@ def launch_exponentials(
 
 
 def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
-    """The largest logit and its class, the first of equals; the last class where the maximum is nan."""
+    """The largest logit and its class, the first of equals. If the maximum is nan, the last class."""
     row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
     max_logit = row_max.amax(0)
     return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)

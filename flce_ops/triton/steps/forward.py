@@ -1,4 +1,4 @@
-"""CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
+"""The CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
 
 import torch
 import triton
@@ -31,15 +31,15 @@ FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T,
 
 @Kernel
 def finish_forward_kernel(
-    target_logit2_ptr,  # (n,); of several classes a token the largest
+    target_logit2_ptr,  # (n,); with several classes a token, that of the largest
     column_ptr,  # (n,)
     sums,  # RowSums
-    outputs,  # seven of (N,), out; None for those not asked for, or stored elsewhere
+    outputs,  # seven tensors (N,), out; None if not requested or stored elsewhere
     valid_tokens,  # ValidTokens
     n,
     BLOCK_N: tl.constexpr,
 ):
-    """From base 2 to nats, to where the tokens stand. Ignored tokens get 0, their argmax -1."""
+    """Converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and an argmax of -1."""
     target_logit_out, lse_out, logit_sum_out, expected_out, max_logit_out, argmax_out, lse_rest_out = outputs
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < n
@@ -48,7 +48,8 @@ def finish_forward_kernel(
     target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    # the sum holds the target's exponential, which was summed from another order of the same products
+    # The row sum must not be below the target's exponential, which was computed with another order of the same
+    # products.
     row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     lse, rest = lse_in_nats(reference2, tl.log2(row_sum))
@@ -72,14 +73,14 @@ def finish_forward_kernel(
 def store_topk_logits_kernel(
     logit2_ptr,  # (n, K)
     column_ptr,  # (n, K)
-    largest_ptr,  # (n,) out, base 2; -inf where no class of the row is here
+    largest_ptr,  # (n,) out, base 2; -inf if this rank has no class of the row
     out_ptr,  # (N, K) out, nats
     valid_tokens,  # ValidTokens
     n,
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """One program a row. Slots without a class here and those of ignored tokens get 0."""
+    """One program a row. Ignored tokens, and slots whose class another rank has, get 0."""
     row = tl.program_id(0)
     counts = row < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + row).to(tl.int64)
@@ -112,29 +113,27 @@ def launch_forward(call: Forward) -> meta.Outputs:
         )
     outputs = meta.outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
-    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
-        chunks = repeated(forward_step, call, num_classes, in_range, outputs)
-        assert_in_range(in_range, target, num_classes, call.ignore_index)
+        chunks = repeated(forward_step, call, in_range, outputs)
+        assert_in_range(in_range, target, call.num_classes, call.ignore_index)
     record_chunks(call, linear_weight, chunks)
     return outputs
 
 
-def forward_step(call: Forward, num_classes: int, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
-    valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, num_classes, in_range)
+def forward_step(call: Forward, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
+    valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, call.num_classes, in_range)
     return run_forward(call, valid_tokens, outputs)
 
 
 def run_forward(
     call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs, *, own_target: bool = True
 ) -> list[slice]:
-    """Of the tokens of `valid_tokens`, into the places of `outputs`, (N,), where they stand. The chunks it took.
+    """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
 
-    own_target: beside an entropy the target's logit in the sums is the reference, not the GEMM's.
+    own_target: if an entropy is requested, use the target's own dot product instead of the GEMM's logit in the sums.
     """
-    operands = call.operands
-    input, linear_weight, target, linear_bias, weight = operands
+    input, linear_weight, target, _, weight = call.operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
     row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
@@ -148,24 +147,18 @@ def run_forward(
     class_weight = weight.float() if weight is not None and call.logit_sum else None
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
-    num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = memory[:n]
-        at_target = launch_gather_targets(
-            here, operands, call.logits, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
-        )
+        at_target = launch_gather_targets(call, here, rows)
         sums = launch_exponentials(
-            rows,
-            linear_weight,
-            linear_bias,
+            call,
             here,
-            reference_logit=at_target.reference,
-            guard=at_target.guard,
+            rows,
+            at_target,
             quantized=quantized.of(chunk) if chunk.start < retained.shape[0] else None,
             asked=asked,
             reference_class=at_target.reference_class if own_target and call.expected_log_prob else None,
-            logit_options=call.logits,
             class_weight=class_weight,
         )
         largest, own = at_target.logit, wanted
@@ -174,13 +167,15 @@ def run_forward(
         finish_forward_kernel[(triton.cdiv(n, 64),)](
             largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
         )
-        launch_row_statistics(sums, statistics, here, num_classes)
+        launch_row_statistics(sums, statistics, here, call.num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
     return chunks
 
 
 def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
-    """Of rows that hold so many bytes each: partial sums and the gathered token. Those that are saved come first."""
+    """Chunks of rows that take `row_bytes` each, for partial sums and the gathered token. Rows whose logits are saved
+    come first, in chunks of their own.
+    """
     rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
     at_most, first = min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS), min(retained, tokens)
     others = [slice(first + rows.start, first + rows.stop) for rows in slices(tokens - first, at_most)]

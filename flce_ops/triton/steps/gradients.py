@@ -1,4 +1,4 @@
-"""Which gradients a step makes, and what is left to do when it has run over all tokens."""
+"""Which gradients a step makes, and how they are finished after all chunks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ..rows.valid_tokens import ValidTokens
 
 
 class Gradients(NamedTuple):
-    """None where not asked for."""
+    """None if not requested."""
 
     input: Tensor | None  # (N, D), written
     linear_weight: Tensor | None  # (V, D), written
@@ -21,14 +21,16 @@ class Gradients(NamedTuple):
 
 
 def wanted_gradients(grads: Sequence[Tensor], output_mask: list[bool]) -> Gradients:
-    """Of grad_input, grad_linear_weight and grad_linear_bias. The bias is summed apart from its result."""
+    """From (grad_input, grad_linear_weight, grad_linear_bias). The bias gradient is summed in a float32 buffer of its
+    own.
+    """
     grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, output_mask))
     bias_sum = None if grad_bias is None else grad_bias.new_zeros(grad_bias.shape, dtype=torch.float32)
     return Gradients(grad_input, grad_weight, bias_sum)
 
 
 def finish_gradients(grads: Sequence[Tensor], gradients: Gradients, valid_tokens: ValidTokens, place: Tensor) -> None:
-    """The bias's sum into its result, rounded; rows of grad_input to where their tokens are."""
+    """Rounds the bias's sum into its result, and moves rows of grad_input to their tokens' places."""
     if gradients.bias_sum is not None:
         grads[2].copy_(gradients.bias_sum)
     if gradients.input is not None:

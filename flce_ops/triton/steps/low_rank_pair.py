@@ -1,4 +1,4 @@
-"""A low-rank pair beside a head, inside the kernels that make logits of it.
+"""A low-rank pair beside a head, inside the kernels that make logits.
 
                 D              r
            ┌─────────┐      ┌───┐
@@ -6,9 +6,9 @@
            └─────────┘      └───┘
                 V              V
 
-By tensor maps the main loop of the logits GEMM runs on over h and B: a step takes the address of one pair of maps or of
-the other, and columns behind the last are zeros. A product of its own behind the loop would wait for its loads, and
-ptxas serialises the loop's own products where another adds to the same registers.
+With tensor maps, the main loop of the logits GEMM continues over h and B: each step selects the tensor maps of one
+product or of the other, and columns behind the last are zeros. A separate product after the loop would wait for its
+loads, and ptxas serialises the loop's products if another product adds to the same registers.
 """
 
 from typing import NamedTuple
@@ -26,11 +26,11 @@ BLOCK_R = tl.constexpr(64)
 
 
 class Pair(NamedTuple):
-    """Contiguous; one argument of a kernel."""
+    """Contiguous tensors. Passed to kernels as one argument."""
 
-    input: Tensor | None = None  # (N, r), or (n, r) of the valid tokens
+    input: Tensor | None = None  # (N, r); for a chunk (n, r)
     weight: Tensor | None = None  # (V, r)
-    class_scale: Tensor | None = None  # (V,) float32, of the logits before the bias
+    class_scale: Tensor | None = None  # (V,) float32, multiplies the products before the bias is added
 
     @property
     def rank(self) -> int:
@@ -47,7 +47,7 @@ NO_PAIR = Pair()
 
 
 def padded_rank(matrix: Tensor) -> Tensor:
-    """(rows, r) with zeros behind its columns up to a number that tiles divide; itself where there are so many."""
+    """Pads a matrix (rows, r) with columns of zeros to a width that tiles divide."""
     rank = matrix.shape[1]
     wanted = max(16, triton.next_power_of_2(rank)) if rank <= BLOCK_R.value else -(-rank // 64) * 64
     return pad(matrix, (0, wanted - rank)) if wanted > rank else matrix.contiguous()
@@ -65,8 +65,8 @@ def add_pair_product(
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """acc + h @ B.T of a tile, by pointers."""
-    for start in tl.range(0, RANK, BLOCK_R, num_stages=1):  # unrolled, two steps take more shared memory than there is
+    """Adds h @ B.T to a tile, by pointers."""
+    for start in tl.range(0, RANK, BLOCK_R, num_stages=1):  # unrolled, two steps would exceed the shared memory
         ks = start + tl.arange(0, BLOCK_R)
         h = load_tile(input_ptr, rows, ks, row_mask, ks < RANK, RANK)
         b = load_tile(weight_ptr, cols, ks, col_mask, ks < RANK, RANK)
@@ -76,7 +76,7 @@ def add_pair_product(
 
 @triton.jit
 def pair_logit(pair, token, column, RANK: tl.constexpr):
-    """h_token . B_column"""
+    """The dot product h_token . B_column."""
     WIDTH: tl.constexpr = min(RANK, BLOCK_R)
     acc = tl.zeros((WIDTH,), tl.float32)
     for start in tl.static_range(0, RANK, WIDTH):

@@ -1,14 +1,16 @@
-"""CUDA kernel of linear_cross_entropy_low_rank_with_grad: with_grad.py for a frozen head with a low-rank pair.
+"""The CUDA implementation of linear_cross_entropy_low_rank_with_grad: with_grad.py for a frozen head with a low-rank
+pair.
 
-Its chunks are those of one_pass_step.py, of two GEMMs and three products of rank r:
+Its chunks are those of one_pass_step.py, with two GEMMs and three products of rank r:
 
     rows, h = the chunk's valid tokens, and their rows of low_rank_input
-    E = exp(rows @ W.T + h @ B.T - reference)       the second product in the same tile              low_rank_pair.py
+    E = exp(rows @ W.T + h @ B.T - reference)       both products in the same tile                    low_rank_pair.py
     grad_input           = c (E @ W)
-    grad_low_rank_weight += E.T @ (c h)             those of a step whose operands are h and B
+    grad_low_rank_weight += E.T @ (c h)             these two are a step whose operands are h and B
     grad_low_rank_input  = c (E @ B)
 
-The last two are bound by the memory: each reads E once. With a class scale E is stored times it, and so are all three.
+The last two are bound by memory traffic: each reads E once. With a class scale, E is stored multiplied by that scale,
+so all three gradients contain it.
 """
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from ... import meta
 from ...math.options import LowRankOperands, Operands
 from ...math.reduction import Reduction, class_weight_of
-from ...meta.arguments import LowRankWithGrad
+from ...meta.arguments import LowRankWithGrad, WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy
 from ...support.target_range import assert_in_range
@@ -42,15 +44,15 @@ from .one_pass_step import OnePassStep, StepTokens
 class LowRankStep(OnePassStep):
     def __init__(
         self,
-        *arguments,  # of OnePassStep, for the head
-        of_pair: OnePassStep,  # low_rank_input and low_rank_weight are its operands
+        *arguments,  # arguments of OnePassStep, for the head
+        of_pair: OnePassStep,  # its operands are low_rank_input and low_rank_weight
         class_scale: Tensor | None,  # (V,) float32
         want_scale: bool,
     ) -> None:
         super().__init__(*arguments)
         self.of_pair = of_pair
         self.pair = Pair(*of_pair.operands[:2], class_scale)
-        # sums over tokens of c_j G_ij, and logit_products
+        # sums over tokens: of c_j G_ij, and of logit_products
         self.gradient_sum = self.product_sum = None
         if class_scale is not None and want_scale:
             self.gradient_sum, self.product_sum = torch.zeros(2, *class_scale.shape, device=class_scale.device).unbind()
@@ -59,7 +61,7 @@ class LowRankStep(OnePassStep):
         self, chunk: slice, rows: Tensor, pieces: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         input, grad_input = self.pair.input, self.of_pair.grad_input
-        # they wait in the rows of their gradient
+        # h waits in the memory of its gradient
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
         launch_copy_rows(input, own, self.valid_tokens.of(chunk))
         self.pair_of_chunk = self.pair._replace(input=own)
@@ -78,13 +80,13 @@ class LowRankStep(OnePassStep):
         super().write_input(chunk, tokens, pieces, finished, product)
         rows = self.pair_of_chunk.input
         self.of_pair.add_to_weight(tokens, rows, pieces, finished)
-        # the sums per tile, which were as large, are not needed any more
+        # the sums per tile are not needed any more, and this takes no more memory than they did
         numbers = min(MOST_SPLITS.value * rows.numel(), small_bytes() // 4)
         own = self.float32(numbers)
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
 
     def scale_gradient(self) -> Tensor:  # (V,) float32
-        sums, logit_scale = (self.product_sum, self.gradient_sum), self.logit_options.logit_scale
+        sums, logit_scale = (self.product_sum, self.gradient_sum), self.call.logits.logit_scale
         return gradient_of_scale(*sums, self.pair.class_scale, self.operands.linear_bias, logit_scale)
 
 
@@ -115,16 +117,16 @@ def low_rank_step(
     call: LowRankWithGrad,
     target_weight: Tensor | None,  # (N,) float32, w_y
     in_range: Tensor,  # () bool, out
-    *outputs: Tensor,  # of the operator
+    *outputs: Tensor,  # the operator's results
 ) -> list[slice]:
-    """The chunks it took."""
+    """Runs the step and returns its chunks."""
     loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias, grad_scale = outputs
     input, linear_weight, pair_input, pair_weight, target, *_, class_scale = call.operands
     want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
-    reduction, logit_options, num_classes = call.reduction, call.logits, linear_weight.shape[0]
+    reduction, num_classes = call.reduction, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
-    chunking = best_chunking(problem._replace(recompute_below=0))  # backward's kernels know no pair
+    chunking = best_chunking(problem._replace(recompute_below=0))  # 0, because backward's kernels do not know the pair
     valid_tokens, place = compact_tokens(target, call.ignore_index, num_classes, in_range)
     objective = CrossEntropy(call.loss, None, target_weight, num_classes)
     per_token = StepTokens(objective, reduction, losses)
@@ -133,9 +135,10 @@ def low_rank_step(
     of_pair = [grad_pair_input, grad_pair_weight, nothing]
     gradients = wanted_gradients(of_head, mask)
     pair_gradients = wanted_gradients(of_pair, [want_pair_input, want_pair_weight, False])
-    shared = logit_options, valid_tokens, per_token
-    pair_step = OnePassStep(Operands(pair_input, pair_weight, target), *shared, pair_gradients, chunking)
-    of_head_step = call.operands.head, *shared, gradients, chunking
+    head = WithGrad.like(call, operands=call.operands.head)
+    pair = WithGrad.like(call, operands=Operands(pair_input, pair_weight, target))
+    pair_step = OnePassStep(pair, valid_tokens, per_token, pair_gradients, chunking)
+    of_head_step = head, valid_tokens, per_token, gradients, chunking
     step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
     step.run_chunks(chunking.chunks)
     if want_scale:

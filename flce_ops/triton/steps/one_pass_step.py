@@ -1,23 +1,24 @@
-"""Chunks of tokens in one pass over the logits: three GEMMs, on one rank or on ranks that share the vocabulary.
+"""A step in one pass over the logits, chunk by chunk: three GEMMs, on one rank or on ranks that share the vocabulary.
 
     rows = the chunk's valid tokens, target logits                                                 gather_tokens.py
-    E = exp(z - reference), row sums Z              the exponentials rounded once                  exponentials.py
+    E = exp(z - reference), row sums Z              the exponentials are rounded once              exponentials.py
     losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
-    grad_input to where its tokens are                                                               copy_rows.py
+    rows of grad_input move to their tokens' places                                                copy_rows.py
 
-The logit gradient is G = c E by rows: c goes to the (n, D) operands, and E is written once and read by GEMMs only.
+The logit gradient is G = c E by rows: c multiplies the (n, D) operands, so E is written once and only GEMMs read it.
 """
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...math.options import LogitOptions, Operands, Statistics, TokenStatistics
+from ...math.options import Operands, Statistics, TokenStatistics
 from ...math.reduction import Reduction
 from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
@@ -40,60 +41,51 @@ from .chunking import Chunking
 from .chunks import MULTIPLE, padded, slices
 from .exponentials import RowSums, launch_exponentials
 from .gradients import Gradients
-from .low_rank_pair import NO_PAIR, Pair
+from .low_rank_pair import NO_PAIR
 from .overlay import Overlay, places, scratch_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
 
-# Of tokens, their gradients and the sum that earlier ones were added to: the ranges of rows it took.
+# Takes the tokens, their gradients, and the sum over earlier tokens. Returns the ranges of rows.
 Recompute = Callable[[ValidTokens, Gradients, WeightGradient | None], list[slice]]
 
 
 class StepTokens(NamedTuple):
-    """What a step makes of every token, (N,) as the tokens stand."""
+    """What a step needs and writes for every token; (N,) in the order of all tokens."""
 
     objective: RowObjective
-    reduction: Reduction | None  # None for a scale of 1
-    losses: Tensor | None  # out, as the next two
+    reduction: Reduction | None  # None for row scales of 1
+    losses: Tensor | None  # out, as are the next two
     statistics: TokenStatistics = TokenStatistics()
     log_probs: Tensor | None = None
-    gather: Callable[[Tensor], Tensor] | None = None  # (k, n) -> (R, k, n), of ranks that share the vocabulary
+    gather: Callable[[Tensor], Tensor] | None = None  # (k, n) -> (R, k, n), if ranks share the vocabulary
 
 
+@dataclass(eq=False)
 class OnePassStep:
-    """What the chunks of a step share."""
+    """A step: what its chunks share, and the stages of a chunk."""
 
-    pair: Pair = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
-    pair_of_chunk: Pair = NO_PAIR
+    call: Any  # WithGrad, or another call with Operands
+    valid_tokens: ValidTokens
+    per_token: StepTokens
+    gradients: Gradients
+    chunking: Chunking
+    smoothing: SmoothingTerms | None = None
 
-    def __init__(
-        self,
-        operands: Operands,
-        logit_options: LogitOptions,
-        valid_tokens: ValidTokens,
-        per_token: StepTokens,
-        gradients: Gradients,
-        chunking: Chunking,
-        smoothing: SmoothingTerms | None = None,
-        ignore_index: int = -100,
-        vocab_start: int = 0,
-        vocab_size: int | None = None,
-    ) -> None:
-        self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
-        self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
-        self.logit_options, self.valid_tokens, self.per_token = logit_options, valid_tokens, per_token
-        self.tokens = operands.input.shape[0]  # that the chunks are cut of
-        self.gradients = gradients
-        self.grad_input, grad_weight, self.bias_sum = gradients
-        self.chunking, self.smoothing = chunking, smoothing
+    def __post_init__(self) -> None:
+        self.operands: Operands = self.call.operands
+        self.tokens = self.operands.input.shape[0]  # that the chunks are cut of
+        self.pair = self.pair_of_chunk = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
+        self.grad_input, grad_weight, self.bias_sum = self.gradients
         self.input_steps = self.weight_steps = EVERY_STEP
-        self.backend, self.weight_gradient = backend_for(operands.input), None
+        self.backend, self.weight_gradient = backend_for(self.operands.input), None
+        chunking = self.chunking
         if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's own
-            outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
+            outer = NO_OUTER if self.smoothing is None else self.smoothing.weight_terms()
             self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=chunking.most_chunks, outer=outer)
 
     def run(self, recompute: Recompute) -> list[slice]:
-        """The overlay chunk, then the others, or what `recompute` makes of them; the ranges of rows."""
+        """Runs the overlay chunk, then the other chunks or `recompute`. Returns the ranges of rows."""
         overlay, chunks = [], self.chunking.chunks
         if self.chunking.few:
             few, self.valid_tokens = choose_chunking(self.valid_tokens, self.chunking.few)
@@ -110,7 +102,7 @@ class OnePassStep:
         return overlay + chunks
 
     def run_only(self, few: ValidTokens) -> None:
-        """All valid tokens in one chunk, where they are few."""
+        """Runs all valid tokens in one chunk. The device skips it unless they are few."""
         only = copy.copy(self)
         only.tokens, only.valid_tokens = self.chunking.few, few
         gradient = self.weight_gradient
@@ -124,7 +116,7 @@ class OnePassStep:
         count = chunks[0].stop - chunks[0].start
         num_classes, size = linear_weight.shape[0], input.dtype.itemsize
         exponentials = input.new_empty(count, padded(num_classes, size))
-        # the valid tokens wait in the rows of grad_input, which are written after their last use
+        # gathered tokens wait in their rows of grad_input, which are written after the tokens' last use
         apart = input.new_empty(count, input.shape[1]) if self.grad_input is None else None
         for chunk in chunks:
             n = chunk.stop - chunk.start
@@ -149,19 +141,13 @@ class OnePassStep:
     def exponentiate(
         self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
-        """The valid tokens into `rows`, E' into the slices, the rows' losses, their share of grad_linear_bias."""
+        """Gathers the valid tokens into `rows`, writes E' into the slices, and adds to the rows' losses and
+        grad_linear_bias.
+        """
         valid_tokens, of_tokens = self.valid_tokens.of(chunk), self.per_token
         statistics = of_tokens.statistics
-        at_target = launch_gather_targets(
-            valid_tokens,
-            self.operands,
-            self.logit_options,
-            rows,
-            ignore_index=self.ignore_index,
-            vocab_start=self.vocab_start,
-            class_sum=None if self.smoothing is None else self.smoothing.class_sum,
-            pair=self.pair,
-        )
+        class_sum = None if self.smoothing is None else self.smoothing.class_sum
+        at_target = launch_gather_targets(self.call, valid_tokens, rows, class_sum=class_sum, pair=self.pair)
         tokens = Tokens(
             valid_tokens,
             at_target.logit,
@@ -172,38 +158,37 @@ class OnePassStep:
             of_tokens.log_probs,
         )
         sums = launch_exponentials(
-            rows,
-            self.operands.linear_weight,
-            self.operands.linear_bias,
+            self.call,
             valid_tokens,
-            reference_logit=at_target.reference,
-            guard=at_target.guard,
+            rows,
+            at_target,
             class_slices=class_slices,
             asked=sums_for(Statistics(*(out is not None for out in statistics))),
-            logit_options=self.logit_options,
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
         self.row_sum, self.reference = sums.exponentials, sums.reference_logit
         finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
-        launch_row_statistics(sums, statistics, valid_tokens, self.vocab_size)
+        launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
         for cols, exponentials in class_slices:
             launch_set_entries(exponentials, tokens.column, finished.entry, valid_tokens, start=cols.start)
             if self.bias_sum is not None:
                 self.bias_sum[cols] += weighted_column_sum(exponentials, finished.weight_factor, valid_tokens)
-        if finished.column is not None:  # what follows takes one entry of a row
+        if finished.column is not None:  # with soft targets, the stages that follow correct one entry of a row
             tokens = tokens._replace(column=finished.column)
         return tokens, finished
 
     def finish_rows(self, tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, RowSums]:
-        """Ranks that share the vocabulary tell each other their sums here; the argmax is the whole row's then."""
+        """Finishes the rows. If ranks share the vocabulary, they exchange their sums here; the argmax is then the whole
+        row's.
+        """
         gathered, gather = None, self.per_token.gather
         if gather is not None:
             numbers = launch_shard_numbers(tokens, sums)
             if sums.argmax is not None:
-                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.vocab_start
+                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.call.vocab_start
             gathered = gather(numbers)
-        scale, dtype = self.logit_options.logit_scale, self.operands.input.dtype
+        scale, dtype = self.call.logits.logit_scale, self.operands.input.dtype
         objective = self.per_token.objective
         finished = launch_finish_rows(tokens, sums, objective, dtype, logit_scale=scale, gathered=gathered)
         if gathered is not None and sums.argmax is not None:
@@ -211,7 +196,7 @@ class OnePassStep:
         return finished, sums
 
     def add_to_weight(self, tokens: Tokens, rows: Tensor, class_slices: ClassSlices, finished: FinishedRows) -> None:
-        """grad_linear_weight += E'.T @ (c rows), in place of the rows."""
+        """grad_linear_weight += E'.T @ (c rows). Overwrites the rows with c rows."""
         if self.weight_gradient is None:
             return
         start, count = tokens.valid_tokens.start, self.tokens
@@ -233,14 +218,14 @@ class OnePassStep:
     def write_input(
         self, chunk: slice, tokens: Tokens, class_slices: ClassSlices, finished: FinishedRows, product: Tensor
     ) -> None:
-        """grad_input = c (E' @ linear_weight) and the residual, in the order of the valid tokens."""
+        """grad_input = c (E' @ linear_weight) + residual, in the order of the valid tokens."""
         if self.grad_input is None:
             return
         outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
         out, columns = self.grad_input[chunk], [cols for cols, _ in class_slices]
         at_once, hidden = out.shape
-        if len(class_slices) > 1:  # the product waits in float32; where its memory is short, rows take turns
+        if len(class_slices) > 1:  # The product waits in float32. If memory for it is short, rows take turns.
             if product.shape[0] < MULTIPLE * hidden:
                 product = torch.empty(MULTIPLE * hidden, dtype=torch.float32, device=out.device)
             at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
@@ -260,7 +245,7 @@ class OnePassStep:
             gradient.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
-        """Flat float32: later rows of grad_input, which nothing has written, or what the workspace has left."""
+        """Flat float32 memory: rows of grad_input of later chunks, which are not written yet, or a new buffer."""
         if self.grad_input is None:
             return self.float32(0)
         later, numbers = float32_memory(self.grad_input[chunk.stop :]), self.chunking.product_bytes // 4

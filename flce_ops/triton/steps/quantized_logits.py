@@ -1,14 +1,16 @@
-"""Saved logits, 16 bits each: forward writes them as they leave its GEMM, backward makes G of them without one.
+"""Saved logits of 16 bits each: the epilogue of forward's GEMM writes them, and backward makes G from them without a
+GEMM.
 
     m_it = max_j z_ij of the classes j of tile t                              float32
-    q_ij = 65535 + round(steps (z_ij - m_it)), 0 where that is negative       16 bits
-    z_ij = m_it + (q_ij - 65535) / steps, -inf where q is 0                   within 1 / (2 steps), in base 2
+    q_ij = 65535 + round(steps (z_ij - m_it)), or 0 if that is negative       16 bits
+    z_ij = m_it + (q_ij - 65535) / steps, -inf if q is 0                      within 1 / (2 steps), in base 2
 
-It is the logit that is rounded, but by the same step wherever it is: with 1024 steps a factor of 2, p moves by 2e-4 of
-itself (standard deviation), where bfloat16 moves it by 1.7e-3 when G is rounded, and what is left out has less than
-2^-64 of the largest p in its tile. float16 operands take 2048 steps: 1e-4, where float16 rounds by 2.1e-4, and 2^-32.
-Exponentials would not do: the target's logit, their reference, may be 60 binades below the largest, and float16 has 40;
-bfloat16 has the range, and rounds a second time what is rounded when G is made.
+Logits are rounded in steps of one size. With 1024 steps to a factor of 2, p changes by 2e-4 of itself (standard
+deviation). Rounding G to bfloat16 changes it by 1.7e-3. Entries that are lost have less than 2^-64 of the largest p in
+their tile. float16 operands take 2048 steps: 1e-4, where rounding to float16 costs 2.1e-4, and lost entries have less
+than 2^-32. Storing exponentials would not do. Their reference, the target's logit, may be 60 binades below the largest
+logit, and float16 has a range of 40. bfloat16 has the range, but it would round twice, once here and once when G is
+made.
 
               V numbers, rows starting on 16 bytes    T maxima
     row i     q_i0 q_i1 ...                      ..   m_i0 m_i1 ...      ..
@@ -27,11 +29,11 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 # n rows, V vocabulary, T tiles along it
 
 LARGEST_Q = tl.constexpr(65535.0)
-ROUND = tl.constexpr(2.0**23)  # a float32 of this size has no fraction, and its last bits are the number that was added
+ROUND = tl.constexpr(2.0**23)  # a float32 of this size has no fraction, so its last bits are the integer that was added
 
 
 class QuantizedLogits(NamedTuple):
-    numbers: Tensor  # (n, V) int16, whose bits are q
+    numbers: Tensor  # (n, V) int16, read as unsigned q
     largest: Tensor  # (n, T) float32, m, base 2
 
     def of(self, rows: slice) -> "QuantizedLogits":
@@ -39,22 +41,22 @@ class QuantizedLogits(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """What a kernel needs beside the numbers."""
+    """The parameters of the format, as kernels need them."""
 
     largest: Tensor  # (n, T)
-    stride: int  # of its rows
+    stride: int  # distance between the rows of `largest`
     steps: int
 
 
 def quantized_of(retained: Tensor, num_classes: int) -> QuantizedLogits:
-    """In memory as flce_ops/meta allocates it, (n, columns) int16."""
+    """A view of memory that flce_ops/meta allocates: (n, columns) int16, numbers and then maxima."""
     return QuantizedLogits(
         retained[:, :num_classes], retained.view(torch.float32)[:, triton.cdiv(num_classes, 8) * 4 :]
     )
 
 
 def quantization(quantized: QuantizedLogits, dtype: torch.dtype) -> Quantization:
-    """`dtype` is the operands'."""
+    """`dtype` is that of the operands."""
     return Quantization(quantized.largest, quantized.largest.stride(0), 2048 if dtype == torch.float16 else 1024)
 
 
@@ -64,8 +66,8 @@ def clear_unused_kernel(
     valid_tokens,  # ValidTokens
     rows,
     V,
-    first_maximum,  # column
-    behind_maxima,  # column
+    first_maximum,  # first column of the maxima
+    behind_maxima,  # the column behind the maxima
     columns,
     BLOCK: tl.constexpr,
 ):
@@ -78,7 +80,9 @@ def clear_unused_kernel(
 
 
 def clear_unused(retained: Tensor, num_classes: int, tile: int, valid_tokens: ValidTokens) -> None:
-    """Zeros where nothing else is written, so that an operator's result does not depend on what memory held."""
+    """Writes zeros wherever nothing else is written, so that an operator's result does not depend on uninitialised
+    memory.
+    """
     if not retained.shape[0]:
         return
     first_maximum = 8 * triton.cdiv(num_classes, 8)
@@ -96,7 +100,7 @@ def largest_places(quantization, rows, tile):
 
 @triton.jit
 def quantize(z, largest, steps):
-    """`largest` (n,) of the rows of z; where all of a row are -inf any finite number."""
+    """`largest` (n,) holds the maxima of the rows of z. If a row is all -inf, it may be any finite number."""
     q = tl.maximum((z - largest[:, None]) * steps + LARGEST_Q, 0.0)
     return (q + ROUND).to(tl.int32, bitcast=True).to(tl.int16)
 

@@ -1,7 +1,8 @@
-"""The tokens of a one-pass operator in a workspace too small for one pass: forward, then backward.
+"""The tokens of a one-pass operator if the workspace is too small for one pass: runs forward, then backward.
 
-Four GEMM passes instead of three, but grad_linear_weight is summed over many rows at a time whatever the workspace is.
-H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs with chunks of 128 rows, 1.4 times by this path.
+This takes four GEMM passes instead of three. But grad_linear_weight is summed over many rows at a time, however small
+the workspace is. H200, 8192x4096x128256, 64 MiB: 2.4 times the three GEMMs' time with chunks of 128 rows, 1.4 times on
+this path.
 """
 
 import torch
@@ -19,24 +20,23 @@ from .forward import run_forward
 from .gradients import Gradients
 from .one_pass_step import StepTokens
 
-# N tokens, n of them here
+# N tokens, n of which run here
 
 
 def recompute_step(
-    call: WithGrad,  # of N tokens
-    place: torch.Tensor,  # (N,) of each token in the order of all valid ones
+    call: WithGrad,  # with all N tokens
+    place: torch.Tensor,  # (N,) the place of each token in the order of all valid tokens
     per_token: StepTokens,
-    valid_tokens: ValidTokens,  # the tokens to take
-    gradients: Gradients,  # input: (n, D), in the order of `valid_tokens`
+    valid_tokens: ValidTokens,  # the tokens to run
+    gradients: Gradients,  # `input` is (n, D), in the order of `valid_tokens`
     weight_gradient: WeightGradient | None,
 ) -> list[slice]:
     """The ranges of rows it took."""
-    operands, objective = call.operands, per_token.objective
-    logits = {"ignore_index": call.ignore_index, **call.logits._asdict()}
+    objective = per_token.objective
     smoothed, asked = objective.d_sum is not None, asked_of_forward(call.statistics)
-    forward = Forward.bind(*operands, logit_sum=smoothed, **asked, **logits)
+    forward = Forward.like(call, logit_sum=smoothed, **asked)
     outputs = meta.outputs(forward)
-    run_forward(forward, valid_tokens, outputs, own_target=False)  # as one pass has it
+    run_forward(forward, valid_tokens, outputs, own_target=False)  # own_target=False, as in a one-pass step
     target_logit, lse, logit_sum, *_, lse_rest, _ = outputs
     valid, here = place >= 0, place >= valid_tokens.start
     mine = here | ~valid
@@ -52,12 +52,6 @@ def recompute_step(
             of_tokens.copy_(torch.where(mine, values, of_tokens))
     cotangents = objective.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
     own = (None if grad is None else torch.where(beside_topk(here, grad), grad, 0.0) for grad in cotangents)
-    backward = Backward.bind(
-        *Cotangents(*own),
-        *operands,
-        lse,
-        **logits,
-        output_mask=[wanted is not None for wanted in gradients],
-        lse_rest=lse_rest,
-    )
+    rows = {"cotangents": Cotangents(*own), "lse": lse, "lse_rest": lse_rest}
+    backward = Backward.like(call, **rows, output_mask=[wanted is not None for wanted in gradients])
     return run_backward(backward, valid_tokens, gradients, weight_gradient)

@@ -1,9 +1,10 @@
-"""G of rows whose logits were saved: what the logits GEMM's epilogue "gradient" makes of them, without the GEMM.
+"""G of rows whose logits were saved: does what the logits GEMM's epilogue "gradient" does, without the GEMM.
 
     for each tile:  z = dequantized                                (quantized_logits.py)
                     out = gradient(z), rounded once                (epilogues.py)
 
-Two bytes a logit are read and two are written, to workspace: backward may run again, and reads them again.
+It reads two bytes a logit and writes two, into workspace. The saved logits stay unchanged, because backward may run
+again.
 """
 
 import triton
@@ -28,18 +29,18 @@ from .quantized_logits import (
 
 @Kernel
 def saved_gradient_kernel(
-    quantized_ptr,  # (n, V) int16, from the slice's first column
-    out_ptr,  # (n, v) out, zeros behind the valid rows up to a multiple of 128
+    quantized_ptr,  # (n, V) int16, from the slice's first column on
+    out_ptr,  # (n, v) out, with zeros behind the valid rows up to a multiple of 128
     quantization,  # Quantization
     operands,  # Gradient
     valid_tokens,  # ValidTokens
     n,
     v,
-    first_tile,  # of the slice
+    first_tile,  # number of the slice's first tile
     stride_quantized_n,
     stride_out_n,
     BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,  # a tile, of one maximum a row
+    BLOCK_V: tl.constexpr,  # one tile, with one maximum a row
     ALIGNED: tl.constexpr,  # columns of `out` in 16 bytes
 ):
     tile = tl.program_id(0)
@@ -48,7 +49,7 @@ def saved_gradient_kernel(
     if tl.program_id(1) * BLOCK_N < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask, col_mask = rows < count, cols < v
-        # with what pads the rows: loads and stores of 16 bytes, whatever v is
+        # includes the padding of rows, so that loads and stores have 16 bytes for any v
         inside = cols < tl.cdiv(v, ALIGNED) * ALIGNED
         q = load_tile(quantized_ptr, rows, cols, row_mask, inside, stride_quantized_n)
         largest = tl.load(largest_places(quantization, rows, first_tile + tile), mask=row_mask, other=0.0)
@@ -59,18 +60,18 @@ def saved_gradient_kernel(
 
 def launch_saved_gradient(
     quantized: QuantizedLogits,
-    columns: slice,  # from a multiple of `tile`
+    columns: slice,  # starts at a multiple of `tile`
     operands: Gradient,  # its class weights are those of the columns
     valid_tokens: ValidTokens,
     *,
     out: Tensor,  # (n, v)
-    tile: int,  # of the GEMM that made them
+    tile: int,  # tile width of the GEMM that wrote them
 ) -> None:
     assert out.stride(1) == 1 and columns.start % tile == 0
     n, classes = out.shape
     numbers = quantized.numbers[:, columns]
     quantization_of: Quantization = quantization(quantized, out.dtype)
-    # ms of 2048x128256, without / with an entropy: 0.324 / 0.332; of 16 rows 0.341 / 0.379
+    # ms at 2048x128256, without / with an entropy: 0.324 / 0.332 at 8 rows; 0.341 / 0.379 at 16 rows
     block_n = 16 if interpreted(numbers) else 8
     saved_gradient_kernel[(triton.cdiv(classes, tile), triton.cdiv(n, block_n))](
         numbers,

@@ -1,11 +1,11 @@
-"""CUDA kernels of the operators that make loss and gradients in one pass over the logits, three GEMMs.
+"""CUDA implementations of the operators that make loss and gradients in one pass over the logits, with three GEMMs.
 
-one_pass_step.py says what is done for each chunk of n tokens, an objective (flce_ops/objectives) what is made of a row.
-The first chunk is larger where its exponentials can wait in grad_linear_weight (overlay.py). chunking.py says which
-tokens go how; ignored ones cost nothing (valid_tokens.py).
+one_pass_step.py has the stages of a chunk of n tokens, flce_ops/objectives the functions of a row. The first chunk is
+larger if its exponentials can wait in grad_linear_weight (overlay.py). chunking.py divides the tokens. Ignored tokens
+cost nothing (valid_tokens.py).
 
-Over a vocabulary that ranks share, the ranks exchange two numbers a row between the GEMMs of each chunk, three with
-label smoothing, two more with argmax. Chunks are as large as the workspace allows, so there are few exchanges.
+If ranks share the vocabulary, they exchange two numbers a row between the GEMMs of each chunk: three with label
+smoothing, two more with argmax. Chunks are as large as the workspace allows, so exchanges are few.
 """
 
 from functools import partial
@@ -59,8 +59,7 @@ def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     operands = with_contiguous_vectors(Operands(*call.operands))
     (row_scale,) = contiguous(call.reduction.row_scale)
     reduction = Reduction(row_scale, call.reduction.denominator)
-    options = {"ignore_index": call.ignore_index, **call.logits._asdict(), "output_mask": call.output_mask}
-    of_tokens = WithGrad.bind(*operands, *reduction, **options)
+    of_tokens = WithGrad.like(call, operands=operands, reduction=reduction)
     objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
     with torch.cuda.device_of(outputs[0]):
         launch_step(of_tokens, objective, outputs, call)
@@ -83,7 +82,8 @@ def launch_step(
     recorded: WithGrad | RowLossWithGrad,  # the call that last_path() names
 ) -> None:
     weight = call.operands.weight
-    class_weight = None if weight is None else weight.to(torch.float32, copy=True)  # what shares memory is not repeated
+    # a copy: replay.py repeats no step whose arguments share memory
+    class_weight = None if weight is None else weight.to(torch.float32, copy=True)
     in_range = call.operands.target.new_empty((), dtype=torch.bool)
     chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *outputs))
     assert_in_range(in_range, call.operands.target, call.operands.num_classes, call.ignore_index)
@@ -99,7 +99,7 @@ def one_pass_step(
     losses: Tensor,
     *outputs: Tensor,  # the gradients, then statistics or log-probabilities
 ) -> tuple[list[slice], list[str]]:
-    """The chunks it took, and notes on them."""
+    """Runs the step and returns its chunks, and notes on them."""
     grads, by_token = outputs[:3], outputs[3:]
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
@@ -117,20 +117,20 @@ def one_pass_step(
 
 
 def step_over_tokens(
-    call: Any,  # WithGrad, or with a shard VocabParallelWithGrad
+    call: Any,  # WithGrad; with a shard VocabParallelWithGrad
     per_token: StepTokens,
     class_weight: Tensor | None,  # (v,) float32
     valid_tokens: ValidTokens,
     place: Tensor,  # (N,)
-    results: tuple[Tensor, ...],  # loss, and the gradients
+    results: tuple[Tensor, ...],  # the loss and the gradients
     chunking: Chunking,
     shard: Shard | None,
 ) -> tuple[list[slice], list[str]]:
-    """The chunks it took, and notes on them."""
+    """Runs the step and returns its chunks, and notes on them."""
     loss, *grads = results
     gradients, objective = wanted_gradients(grads, call.output_mask), per_token.objective
     smoothing = None
-    if objective.d_sum is not None and not chunking.recompute:  # which makes it with the rest of G
+    if objective.d_sum is not None and not chunking.recompute:  # a recomputing step makes this term in G
         smoothing = SmoothingTerms(
             call.operands, class_weight, valid_tokens, per_token.reduction, objective.d_sum, call.logits.logit_scale
         )
@@ -138,19 +138,7 @@ def step_over_tokens(
         chunks = run_sparse(call, valid_tokens, per_token, gradients, shard)
         chunking = Chunking(None, chunks, False, 0)
     else:
-        first, size = (0, None) if shard is None else (call.vocab_start, call.vocab_size)
-        step = OnePassStep(
-            call.operands,
-            call.logits,
-            valid_tokens,
-            per_token,
-            gradients,
-            chunking,
-            smoothing,
-            call.ignore_index,
-            first,
-            size,
-        )
+        step = OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing)
         chunks = step.run(partial(recompute_step, call, place, per_token))
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
