@@ -3,6 +3,8 @@
 # make test   ruff, mypy, pytest (the tests marked `gpu` only where CUDA is)
 # make test-gpu the tests that need a GPU, on all cards at once
 # make newest runs the kernels' tests under the newest Triton that the package allows (1 GB more in .venv; Linux)
+# make wheel  builds sdist and wheel into dist/, and tests the wheel in an environment that PYTHON makes: release/smoke.py
+# make deepspeed runs the tests under DeepSpeed's ZeRO-3, which it installs into a folder of its own (Linux)
 # make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
 # All first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
 
@@ -23,7 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
 
-.PHONY: demo check test test-gpu newest docs lint types format toolchain clean
+.PHONY: demo check test test-gpu newest deepspeed wheel docs lint types format toolchain clean
 
 demo: $(INSTALLED) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -55,6 +57,15 @@ test-gpu: $(INSTALLED)
 newest: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest -r requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_triton_layouts.py tests/kernels/test_triton_targets.py
+
+wheel: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(PYTHON) -m release.smoke dist/*.whl
+
+deepspeed: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/deepspeed -r requirements-deepspeed.txt
+	PYTHONPATH=$(VENV)/deepspeed $(BIN)/python -m pytest $(PYTEST_ARGS) tests/integrations/test_deepspeed.py
 
 docs: $(INSTALLED)
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { echo "the pages need Python 3.11 or later: make PYTHON=python3.12 ..."; exit 1; }

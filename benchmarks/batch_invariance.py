@@ -32,6 +32,7 @@ from torch import Tensor
 import flce_ops
 from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS
 
+from .modes import KINDS
 from .report import Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
 
@@ -40,7 +41,6 @@ from .shapes import Shape, parse_shapes
 IGNORED = -100
 METRICS = ("entropy", "lse", "log_sum_sq_probs", "mean_logit", "argmax", "is_top1")
 TOPK = 4
-KINDS = ("forward", "reverse", "jsd")
 # the pool, the dtype, and the number of tokens of a large call
 PROBLEMS = {
     "cuda": (

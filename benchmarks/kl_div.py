@@ -3,6 +3,7 @@
 N tokens, D hidden, V vocabulary. With p the teacher's and q the student's probabilities, m = (p + q) / 2:
 
     forward  sum p (log p - log q)     reverse  sum q (log q - log p)     jsd  (KL(p || m) + KL(q || m)) / 2
+    tv       sum |p - q| / 2           nla      -log sum min(p, q)
 
 The floor is four products: the logits of both heads, and both gradients of the student's. Every token counts.
 """
@@ -35,6 +36,10 @@ def divergence(log_q: Tensor, log_p: Tensor, kind: str) -> Tensor:
         return (p * (log_p - log_q)).sum()
     if kind == "reverse":
         return (q * (log_q - log_p)).sum()
+    if kind == "tv":
+        return 0.5 * (p - q).abs().sum()
+    if kind == "nla":
+        return -torch.minimum(p, q).sum(-1).log().sum()
     log_m = (0.5 * p + 0.5 * q).log()
     return 0.5 * (p * (log_p - log_m)).sum() + 0.5 * (q * (log_q - log_m)).sum()
 

@@ -48,7 +48,7 @@ class Mode(NamedTuple):
 METRICS = (  # names of return_metrics
     *("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss"),
 )
-KINDS = ("forward", "reverse", "jsd")
+KINDS = ("forward", "reverse", "jsd", "tv", "nla")
 SMOOTHING, CAP = {"label_smoothing": 0.1}, {"softcap": 30.0}
 
 

@@ -97,6 +97,8 @@ def of_head(function: Callable, call: dict) -> list[str]:
         title = "a scalar loss of a policy" if policy else "a scalar loss"
         if facts.vocabulary_dimensions > 0 and not (divergence or policy):
             title, in_forward = "a scalar loss over a sharded vocabulary", "vocab_parallel_with_grad"
+    if call.get("support") is not None:  # backward makes the gradients
+        title = ""
     lines, path = of_loss(title, facts)
     if path != "recompute":
         op = f"{function.__name__}_{in_forward}" if policy else f"{stem}_{in_forward}"
@@ -105,7 +107,9 @@ def of_head(function: Callable, call: dict) -> list[str]:
         if one_pass_step and choose(KERNELS[op], facts).name == "triton":
             lines += tokens_in_triton(call, facts)
     else:
-        saving = facts.wants_gradient and not divergence
+        of_support = call.get("support") is not None
+        stem = "linear_support" if of_support else stem
+        saving = facts.wants_gradient and not (divergence or of_support)
         if saving:
             lines += [line for title, paths in SAVE_LOGITS.items() for line in verdicts(title, paths, facts)]
         lines += forward_and_backward(stem, facts)

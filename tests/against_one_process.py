@@ -1,4 +1,4 @@
-"""A small model's training in one process, and that of its ranks compared with it: losses and parameters."""
+"""Trains a small model in one process and on several ranks, and compares losses and parameters."""
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 
@@ -27,8 +27,8 @@ def model_and_reference(device, **options) -> tuple[SmallTransformer, SmallTrans
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # SGD: gradients wrong by a factor show, which Adam would hide
-    # foreach, the default on CUDA, does not take DTensors beside plain parameters
+    # SGD, because Adam would hide gradients that are wrong by a factor. foreach, the default on CUDA, does not accept
+    # DTensors beside plain parameters.
     return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, foreach=False)
 
 
@@ -45,7 +45,7 @@ def reference_losses(model: SmallTransformer, batches) -> list[float]:
 
 
 def train(model: nn.Module, batches, *, group=None, micro_batches: int = 1, no_sync=None) -> list[float]:
-    """Each rank of `group` trains on its share of every batch, in micro-batches; returns the global losses."""
+    """Each rank of `group` trains on its share of every batch, in micro-batches. Returns the global losses."""
     group = group or dist.group.WORLD
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     optimizer = optimizer_of(model)
@@ -94,13 +94,13 @@ def shard_with_fsdp2(model: SmallTransformer, wrapping: str, **options) -> None:
 
 
 def compile_modules(*modules: nn.Module) -> None:
-    """Before wrappers come around them, whose hooks stay outside the graphs."""
+    """Compiles modules before wrappers are put around them, whose hooks then stay outside the graphs."""
     torch._dynamo.reset()
     for module in modules:
         module.compile(fullgraph=True, backend="aot_eager")
 
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# A gradient of the head, a norm or a block that is 10 % too large moves the parameters by more. Tied weights sum two
-# gradients, and the loss of the last step falls steeply: ten times the error.
+# If a gradient of the head, a norm or a block were 10 % too large, the parameters would move by more than this. Tied
+# weights sum two gradients, and the loss of the last step falls steeply: ten times the error.
 BFLOAT16_TOLERANCE, BFLOAT16_TIED_TOLERANCE = 2e-3, 1.5e-2

@@ -1,4 +1,4 @@
-"""Records every collective and how many bytes a rank hands to it."""
+"""Records every collective and the bytes that a rank passes to it."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from flce_ops.ops.registration import kernel
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
-LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # nothing is sent
+LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # these send nothing
 
 
 ONE_PASS = "linear_cross_entropy_vocab_parallel_with_grad"
@@ -27,13 +27,13 @@ class RecordCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor runs first, its local operators come here again
+            return NotImplemented  # DTensor runs first; its local operators come back to this mode
         name = func.overloadpacket.__name__
         if func.namespace in NAMESPACES and name not in LOCAL:
             name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
             sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
             self.calls.append((name, sent.numel() * sent.element_size()))
-        if name in self.kernels:  # what a kernel calls is out of a mode's sight: run it here
+        if name in self.kernels:  # a mode does not see what a kernel calls, so run the kernel here
             with self:
                 return self.kernels[name](*args, **kwargs)
         return func(*args, **(kwargs or {}))

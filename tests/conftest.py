@@ -15,7 +15,8 @@
     package/        the repository itself: layers, maps, promises, documents, packaging, paths, the planner, benchmarks,
                     the fuzzer
 
-fuzz/ is the fuzzer, digest.py compares the results of two commits. What several folders use lies beside them.
+fuzz/ is the fuzzer, mutation/ plants faults and asks which tests fail, digest.py compares the results of two commits.
+What several folders use lies beside them.
 """
 
 import gc

@@ -1,6 +1,7 @@
 """A torch.compile backend (inductor's) that counts graphs and the FLOPs of every graph it runs.
 
-FlopCounterMode around a compiled call makes Dynamo run the function in eager instead, so the counter goes inside.
+FlopCounterMode around a compiled call makes Dynamo run the function in eager mode instead. So the counter runs inside
+the compiled function.
 """
 
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -1,13 +1,13 @@
 """python -m tests.digest --device cpu|cuda|interpreter [--cases 3000] [--seed 0] --out FILE
 
-One line a case of the fuzzer: its index, a hash of the bits of every result (loss, gradients, metrics, log-probs,
-divergences, second derivatives), its function and its dtype. A change that is to move nothing leaves the file of the
-commit before it as it is:
+Writes one line for each fuzzer case: its index, a hash of the bits of every result (loss, gradients, metrics,
+log-probs, divergences, second derivatives), its function and its dtype. If a change should not alter results, the files
+before and after it are equal:
 
     git stash; python -m tests.digest --device cpu --out /tmp/before; git stash pop
     python -m tests.digest --device cpu --out /tmp/after; diff /tmp/before /tmp/after
 
-Bits repeat on one machine with one version of torch, in one thread; not between machines.
+The bits repeat on one machine with one version of torch and one thread, not across machines.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def line(seed: int, index: int, device: str) -> str:
     try:
         with surroundings(case, device):
             found = run_ours(Problem(case, device))
-    except Exception as error:  # refusals are results too
+    except Exception as error:  # an error is a result too
         digest = hashlib.sha256(f"{type(error).__name__}: {error}".encode())
     else:
         digest = hashlib.sha256()
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.device == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        os.environ["TRITON_INTERPRET"] = "1"  # must be set before triton is imported
     shares = [range(first, arguments.cases, arguments.workers) for first in range(arguments.workers)]
     with get_context("spawn").Pool(arguments.workers) as pool:
         found = pool.starmap(lines, [(arguments.seed, share, arguments.device) for share in shares])

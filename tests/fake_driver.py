@@ -1,6 +1,6 @@
-"""libcuda as triton/launch/driver_launch.py calls it: streams that capture, graphs of kernels, launches written down.
+"""A fake libcuda for triton/launch/driver_launch.py: streams that capture, graphs of kernels, and a record of launches.
 
-`launch` is a kernel that anybody launches on the current stream: by Triton, by ctypes, by a library of CUDA.
+`launch` is any kernel launch on the current stream: by Triton, by ctypes, or by a CUDA library.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ CALLERS, CAPTURING = 5, 3  # streams
 
 class Launched(NamedTuple):
     function: int
-    numbers: list[int]  # grid, block, shared memory
+    numbers: list[int]  # of grid, block and shared memory
     stream: int
     parameters: list[bytes]
 
@@ -28,16 +28,16 @@ class FakeDriver:
         self.current = CALLERS
         self.launched: list[Launched] = []
         self.graphs: list[list[Launched | str]] = []
-        self.capturing: dict[int, int] = {}  # stream: graph
-        self.sizes: dict[int, list[int]] = {}  # function: bytes of its parameters
-        self.destroyed: list[int] = []  # instances
-        self.attributes: dict[int, int] = {}  # of all kernels
+        self.capturing: dict[int, int] = {}  # stream -> graph
+        self.sizes: dict[int, list[int]] = {}  # function -> bytes of its parameters
+        self.destroyed: list[int] = []  # destroyed instances
+        self.attributes: dict[int, int] = {}  # attributes that all kernels share
         self.known: set[int] = set()  # addresses of memory that CUDA knows
         self.branches = False
         self.kept: list[Any] = []
 
     def launch(self, function: int, *values: Any, grid: tuple[int, ...] = (1,)) -> None:
-        """A tensor's address, an int's four bytes, bytes as they are."""
+        """Each value becomes parameter bytes: a tensor's address, four bytes of an int, bytes as they are."""
         found = [eight_bytes(v.data_ptr()) if isinstance(v, torch.Tensor) else v for v in values]
         found = [v.to_bytes(4, "little") if isinstance(v, int) else v for v in found]
         assert self.sizes.setdefault(function, list(map(len, found))) == list(map(len, found))
@@ -77,7 +77,8 @@ class FakeDriver:
         if nodes is None:
             count._obj.value = len(found)
         else:
-            nodes[:] = [1000 * graph.value + index for index in range(len(found))][::-1]  # in no order
+            # nodes come in no particular order
+            nodes[:] = [1000 * graph.value + index for index in range(len(found))][::-1]
         return 0
 
     def cuGraphGetEdges(self, graph, sources, targets, count):
@@ -142,7 +143,7 @@ class FakeDriver:
 
 
 class OnStream:
-    """As torch.cuda.stream."""
+    """Works as torch.cuda.stream."""
 
     def __init__(self, fake: FakeDriver, stream: Any) -> None:
         self.fake, self.stream = fake, stream
@@ -159,7 +160,7 @@ def eight_bytes(number: int) -> bytes:
 
 
 def in_place_of_cuda(monkeypatch, *modules) -> FakeDriver:
-    """For `modules` and for what they ask of torch.cuda."""
+    """Replaces CUDA in `modules`, and in what they use of torch.cuda."""
     fake, stream = FakeDriver(), SimpleNamespace(cuda_stream=CAPTURING)
     for module in modules:
         monkeypatch.setattr(module, "driver", lambda: fake)

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, forked from one that has imported torch and nothing else: that takes 2 s."""
+"""Runs scripts in their own processes, forked from a process that has imported only torch, which takes 2 s."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 600  # one script: only a hang takes longer
+SECONDS = 600  # for one script: it takes longer only if it hangs
 
 SERVER = f"""
 import json, os, signal, sys, traceback, torch
@@ -37,8 +37,8 @@ for line in sys.stdin:
 
 @functools.cache
 def server() -> subprocess.Popen:
-    """Ends when this process does, with its standard input."""
-    # the checkout's own root is not the working directory, so that the installed package is what is imported
+    """The server ends with this process, when its standard input closes."""
+    # the checkout's root is not the working directory, so that scripts import the installed package
     return subprocess.Popen(
         [sys.executable, "-c", SERVER],
         stdin=subprocess.PIPE,
@@ -50,7 +50,7 @@ def server() -> subprocess.Popen:
 
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
-    """As `python -c script arguments`, captured."""
+    """Runs `python -c script arguments` and captures its output."""
     with tempfile.TemporaryDirectory() as folder:
         server().stdin.write(json.dumps([script, arguments, folder]) + "\n")
         server().stdin.flush()

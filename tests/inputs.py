@@ -1,7 +1,8 @@
-"""Inputs of the tests: a Zipf prior over the vocabulary plus context noise, targets drawn from the model, some ignored.
+"""Inputs of the tests: a Zipf prior over the vocabulary and context noise. Targets are drawn from the model; some are
+ignored.
 
-Not randn: with Gaussian logits every class is about as likely as any other, which hides both the rounding of large
-probabilities and the tail of small ones.
+The logits are not Gaussian, because all classes would then be about equally likely. That hides both the rounding of
+large probabilities and the tail of small ones.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from flce_ops.ops.function import NUMBERS
 
-# Ragged by default: nothing is a multiple of a tile, of a warp or of 16 bytes.
+# The default sizes are no multiples of a tile, of a warp or of 16 bytes.
 RAGGED = (252, 507, 123)  # N, D, V
 SMALL = (13, 11, 31)
 
@@ -67,7 +68,7 @@ class Inputs:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that want a gradient."""
+        """The tensors that need a gradient."""
         tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad}
 
@@ -96,7 +97,7 @@ def make_inputs(
     ignore_index: int = -100,
     requires_grad: bool = True,
 ) -> Inputs:
-    """Loss of 2 to 6 at the larger shapes. Every call draws from a new seed (see conftest.fresh_seed)."""
+    """The loss is 2 to 6 at the larger shapes. Every call draws from a new seed (see conftest.fresh_seed)."""
     global _calls
     N, D, V = shape
     generator = torch.Generator(device).manual_seed((_seed + 7919 * _calls) % 2**63)
@@ -124,13 +125,14 @@ def make_inputs(
         target[s : s + rows] = (logits - torch.log(-torch.log(uniform))).argmax(1).to(target_dtype)
     drop = torch.rand(N, generator=generator, device=device) < ignored
     if N > 1:
-        drop[0], drop[1:2] = ignored > 0, False  # at least one of either kind
+        drop[0], drop[1:2] = ignored > 0, False  # at least one of each kind
     elif N == 1:
         drop[0] = False
     target[drop] = ignore_index
 
     class_weight = torch.rand(V, generator=generator, device=device) + 0.25
-    per_token = torch.rand(N, generator=generator, device=device) * 2 - 0.5  # negative ones too: a policy gradient
+    # also negative ones, as in a policy gradient
+    per_token = torch.rand(N, generator=generator, device=device) * 2 - 0.5
     made = Inputs(
         input.requires_grad_(requires_grad),
         linear_weight.requires_grad_(requires_grad),
@@ -147,7 +149,7 @@ def make_inputs(
 
 
 def scalars(options: dict, device: str = "cpu") -> dict:
-    """`options` with the numbers that the inner operators take as 0-d tensors made such (flce_ops.math.options.py)."""
+    """`options`, with 0-d tensors for the numbers that inner operators take as such (flce_ops.math.options.py)."""
     return {
         name: torch.tensor(float(value), dtype=torch.float64, device=device)
         if name in NUMBERS and value is not None

@@ -1,4 +1,4 @@
-"""Triton's interpreter in half the time."""
+"""Makes Triton's interpreter twice as fast."""
 
 import functools
 import importlib.util
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 
 def remember_what_is_patched() -> None:
-    """At every call of a function within a kernel it goes through all names of triton.language for those to patch.
+    """At every function call within a kernel, the interpreter searches all names of triton.language for those to patch.
 
-    They are the same at each: listed once here, and none where a namespace is patched already, which is as a whole.
-    What is patched, and with what, is left to it.
+    These names are the same at every call. So they are listed once; a namespace that is already patched has none left,
+    because it is patched as a whole. What is patched, and by what, stays the interpreter's decision.
     """
-    if importlib.util.find_spec("triton") is None:
+    if None in (importlib.util.find_spec("triton"), importlib.util.find_spec("numpy")):  # the interpreter needs both
         return
     from triton.language.core import is_builtin
     from triton.runtime import interpreter

@@ -1,8 +1,8 @@
-"""Process groups that stay up between tests: one per (device type, number of processes), gloo on CPU, NCCL on GPUs.
+"""Process groups that stay alive between tests: one per (device type, number of processes), gloo on CPU, NCCL on GPUs.
 
-A test sends a module-level function to every process of a group and fails with the tracebacks of those that raised. A
-group in which one process failed or hangs is ended, and the next test starts a fresh one. All processes get the test's
-seed, so they make the same inputs.
+A test sends a module-level function to every process of a group, and fails with the tracebacks of the processes that
+raised. If a process fails or hangs, its group is ended, and the next test starts a new one. All processes get the
+test's seed, so they make the same inputs.
 """
 
 import os
@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-CASE_SECONDS = 600  # one case, compilation included, on a slow machine with other work: only a hang takes longer
-GRACE_SECONDS = 5  # for the others' tracebacks once one process has failed: they may wait for it in a collective
+CASE_SECONDS = 600  # for one case with compilation, on a slow machine with other work: it takes longer only if it hangs
+# for the others' tracebacks after one process has failed, because they may wait for it in a collective
+GRACE_SECONDS = 5
 
 GPU_WORLDS = (2, 4, 8)
 
-# What processes on the CPU are forked from, so that they import it once and not each: 5 s of a core. CUDA forbids that.
+# Modules that the parent of the CPU processes imports once, instead of 5 s of a core in each process. CUDA does not
+# allow such forks.
 IMPORTED = (
     "pytest",
     "torch.distributed.fsdp",
@@ -38,7 +40,7 @@ IMPORTED = (
 
 
 def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
-    """Parameters (device type, processes): NCCL on as many GPUs, and in CI those of `gloo` on its processors."""
+    """Parameters (device type, processes): NCCL on that many GPUs; in CI the sizes of `gloo` on the CPU."""
     cpu = [pytest.param(("cpu", size), id=f"gloo{size}") for size in gloo if size in sizes]
     gpu = [
         pytest.param(("cuda", size), id=f"nccl{size}", marks=pytest.mark.multigpu)
@@ -49,7 +51,7 @@ def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
 
 
 def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> None:
-    """`case(device, *args, **kwargs)` in every process of the world."""
+    """Runs `case(device, *args, **kwargs)` in every process of the world."""
     device_type, size = world
     if device_type == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
@@ -118,18 +120,20 @@ _pools: dict[tuple[str, int], Pool] = {}
 
 
 def finish_pools() -> None:
-    """At the end of the session (conftest.py): xdist kills a worker that is slow to exit, before atexit's turn."""
+    """Runs at the end of the session (conftest.py), because xdist kills a worker that is slow to exit before atexit
+    runs.
+    """
     for pool in _pools.values():
         if pool.alive():
             pool.finish()
 
 
 def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, results) -> None:
-    """A process of the group: answers None, or a traceback, for every task."""
+    """A process of the group. For every task it answers None or a traceback."""
     import torch._functorch.config
     import torch._inductor.config
 
-    # as conftest.py: a cached graph would outlive the Function that made it
+    # as in conftest.py: a cached graph would outlive the Function that made it
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.compile_threads = 1
     torch._functorch.config.enable_autograd_cache = False
@@ -140,7 +144,8 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     if device_type == "cpu":
         interpreter.remember_what_is_patched()
     if device_type == "cuda":
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs the host's whole fabric to itself
+        # NVLink multicast needs exclusive use of the host's whole fabric
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -166,6 +171,6 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
 
 
 def end_with_the_parent() -> None:
-    """A killed pytest leaves no process behind, which would wait for a task for ever."""
+    """If pytest is killed, no process may stay behind and wait for tasks forever."""
     mp.parent_process().join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What the tests of linear_kl_div compare with: divergences of dense (N, V) logits, and inputs for them."""
+"""The references for linear_kl_div: divergences of dense (N, V) logits, and inputs for them."""
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 RAGGED = (123, 57, 43, 211)  # N, D, E, V
 KINDS = ("forward", "reverse", "jsd", "tv", "nla")
-KINKED = ("tv", "nla")  # an entry whose rounding puts it on the other side of p = q moves its gradient by 2 |G|
+KINKED = ("tv", "nla")  # if rounding puts an entry on the other side of p = q, its gradient changes by 2 |G|
 
 
 def make_pair(
@@ -28,7 +28,9 @@ def make_pair(
     ignored: float = 0.15,
     requires_grad: bool = True,
 ) -> dict[str, Tensor]:
-    """Arguments of linear_kl_div by name. Teacher: a model of its own (KL of some nats), or close to the student."""
+    """The arguments of linear_kl_div by name. The teacher is another model (a KL of a few nats), or close to the
+    student.
+    """
     N, D, E, V = shape
     student = make_inputs(
         (N, D, V),
@@ -48,7 +50,7 @@ def make_pair(
     pair = {"input": student.input, "linear_weight": student.linear_weight}
     if probs:
         logits = F.linear(teacher_input, teacher_weight, teacher_bias).double()
-        # no exact zeros in float16, of which F.kl_div makes nan with log_target=True
+        # for exact zeros in float16, F.kl_div returns nan with log_target=True
         pair["teacher_probs"] = logits.softmax(-1).clamp_min(2.0**-14).to(dtype)
     else:
         pair |= {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
@@ -78,7 +80,9 @@ def leaves(pair: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dense_log_probs(pair, logit_scale, softcap, teacher_logit_scale, teacher_softcap):
-    """Logits in the operands' dtype, as a model makes them; log-probabilities of their float32 (float64) copy."""
+    """Logits in the operands' dtype, as a model computes them, and the log-probabilities of their float32 (float64)
+    copy.
+    """
 
     def log_softmax(input, weight, bias, scale, cap):
         logits = dense_logits(input, weight, bias, softcap=cap, logit_scale=scale)
@@ -93,13 +97,13 @@ def dense_log_probs(pair, logit_scale, softcap, teacher_logit_scale, teacher_sof
 
 
 def acceptance(kind: str, log_q: Tensor, log_p: Tensor) -> Tensor:
-    """Total variation; or -log of the acceptance rate of speculative sampling."""
+    """The total variation, or -log of the acceptance rate of speculative sampling."""
     q, p = log_q.exp(), log_p.exp()
     return 0.5 * (p - q).abs().sum(-1) if kind == "tv" else -torch.minimum(p, q).sum(-1).log()
 
 
 def from_definition(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Tensor:
-    """The sums as the docstring has them, a term of probability 0 left out."""
+    """The sums of the docstring; terms of probability 0 are left out."""
 
     def kl(log_a, log_b):
         present = log_a > -math.inf
@@ -116,7 +120,7 @@ def from_definition(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Ten
 
 
 def with_kl_div(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Tensor:
-    """What trainers write with F.kl_div(input, target) = KL(target || input), the mixture in log space."""
+    """As trainers write it: with F.kl_div(input, target) = KL(target || input), the mixture in log space."""
 
     def kl(log_a, log_b):
         return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
@@ -176,5 +180,5 @@ def run(function, pair: dict[str, Tensor], cotangent: Tensor | None = None, **op
 
 
 def run_reference(pair: dict[str, Tensor], cotangent: Tensor | None = None, **options) -> dict[str, Tensor]:
-    """In float64, of the very numbers the operator is given."""
+    """In float64, on the same numbers that the operator gets."""
     return run(reference_divergence, clone(pair, torch.float64), cotangent, **options)

@@ -1,4 +1,4 @@
-"""What the tests compare with: the loss on dense (N, V) logits, written from its definition, and error measures."""
+"""The references of the tests: the loss on dense (N, V) logits, written from its definition, and error measures."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -29,7 +29,7 @@ def reference_loss(
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """The definition, term by term. No F.cross_entropy here: test_reference_loss.py compares the two."""
+    """The definition, term by term. It does not use F.cross_entropy: test_reference_loss.py compares the two."""
     z = dense_logits(input, linear_weight, linear_bias, softcap=softcap, logit_scale=logit_scale)
     V = linear_weight.shape[0]
     lse = torch.logsumexp(z, -1)
@@ -53,10 +53,10 @@ def reference_loss(
 
 
 def plain_loss(input, linear_weight, target, linear_bias=None, **options) -> Tensor:
-    """What a user writes without this package: logits in the inputs' dtype, the loss on their float32 copy.
+    """What a user writes without this package: logits in the inputs' dtype, and the loss on their float32 copy.
 
-    F.cross_entropy on bf16 logits also rounds the loss itself; upcasting first is the better of the two habits,
-    hence the harder one to match.
+    F.cross_entropy on bf16 logits also rounds the loss. Converting to float32 first is more accurate, so it is the
+    harder one to match.
     """
     softcap, logit_scale = options.pop("softcap", None), options.pop("logit_scale", 1.0)
     z_loss, token_weight = options.pop("z_loss", 0.0), options.pop("token_weight", None)
@@ -93,12 +93,12 @@ def run(loss_function, inputs: Inputs, cotangent: Tensor | None = None, **option
 
 
 def run_reference(inputs: Inputs, cotangent: Tensor | None = None, **options) -> dict[str, Tensor]:
-    """Loss and gradients in float64 of the very numbers the operator is given."""
+    """Loss and gradients in float64, on the same numbers that the operator gets."""
     return run(reference_loss, inputs.clone(torch.float64), cotangent, **options)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of the exact; absolute where the exact is 0. nan and inf must agree."""
+    """The norm of the difference divided by the norm of `exact`; absolute if `exact` is 0. nan and inf must agree."""
     assert found.shape == exact.shape, f"{tuple(found.shape)} against {tuple(exact.shape)}"
     if found.numel() == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What the tests of linear_policy_loss compare with: the formulas on dense logits, as trainers write them."""
+"""The references for linear_policy_loss: the formulas on dense logits, as trainers write them."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def token_losses(
-    log_probs: Tensor,  # (...), as the others
+    log_probs: Tensor,  # (...), and so are the others
     advantages: Tensor,
     old_log_probs: Tensor | None,
     ref_log_probs: Tensor | None,
@@ -37,7 +37,7 @@ def token_losses(
 
 
 def dense_log_probs(input, linear_weight, target, linear_bias=None, *, ignore_index=-100, **logit_options) -> Tensor:
-    """Of logits in the operands' dtype, their softmax in float32 or float64."""
+    """From logits in the operands' dtype, with the softmax in float32 or float64."""
     logits = dense_logits(input, linear_weight, linear_bias, **logit_options)
     logits = logits.double() if logits.dtype == torch.float64 else logits.float()
     y = torch.where(target == ignore_index, 0, target).long()
@@ -61,7 +61,7 @@ def plain_policy_loss(
     normalizer=None,
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, log_probs); in float64 of float64 operands."""
+    """Returns (loss, log_probs), in float64 for float64 operands."""
     logits = {name: options.pop(name) for name in LOGITS if name in options}
     log_probs = dense_log_probs(input, linear_weight, target, linear_bias, **logits)
     valid = target != logits.get("ignore_index", -100)
@@ -78,11 +78,11 @@ def plain_policy_loss(
     return losses.sum() / valid.sum() if reduction == "mean" else losses.sum(), log_probs
 
 
-LOG_RATIOS = (-0.7, -0.1, 0.1, 0.6, 1.6)  # away from log 0.8, log 1.28 and log 3 by more than half logits are wrong
+LOG_RATIOS = (-0.7, -0.1, 0.1, 0.6, 1.6)  # further from log 0.8, log 1.28 and log 3 than the error of half logits
 
 
 def make_policy(shape, *, dtype=torch.float32, device="cpu", on_policy=False, logits=None, **made):
-    """{argument: tensor}, and ratios on all sides of the bounds for both signs of advantage."""
+    """{argument: tensor}, with ratios on all sides of the bounds, for advantages of both signs."""
     inputs = make_inputs(shape, dtype=dtype, device=device, **made)
     operands = {"input": inputs.input, "linear_weight": inputs.linear_weight, "linear_bias": inputs.linear_bias}
     operands = {name: None if t is None else t.detach() for name, t in operands.items()}
@@ -104,9 +104,10 @@ def make_policy(shape, *, dtype=torch.float32, device="cpu", on_policy=False, lo
 
 
 def cancellation(call, **options) -> float:
-    """How many times the token losses, all of one sign, would be larger than their sum.
+    """By which factor the sum of the token losses would be larger if all had the same sign.
 
-    What one random sum is off by says little of another's, whatever the error of its addends.
+    With much cancellation, the error of one random sum says little about that of another, whatever the errors of the
+    terms.
     """
     losses = run_policy(plain_policy_loss, call, dtype=torch.float64, **options | {"reduction": "none"})["loss"]
     return float(losses.abs().sum() / losses.sum().abs())
@@ -116,7 +117,7 @@ WANTED = ("input", "linear_weight", "linear_bias", "token_weight")
 
 
 def run_policy(function, call, cotangent=None, *, dtype=None, **options):
-    """{"loss", "log_probs", a gradient for each floating operand and token_weight} on fresh leaves."""
+    """{"loss", "log_probs", a gradient for each floating-point operand and for token_weight}, on fresh leaves."""
     fresh = {}
     for name, tensor in call.items():
         if tensor is None:

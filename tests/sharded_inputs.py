@@ -1,6 +1,6 @@
-"""Inputs on a mesh, in any placement, beside the same inputs in one process.
+"""Inputs on a mesh, in any placement, together with the same inputs in one process.
 
-Mesh dimensions are called by what they shard: "dp" tokens, "tp" the vocabulary.
+Mesh dimensions are named after what they shard: "dp" tokens, "tp" the vocabulary.
 """
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
@@ -16,19 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import flce_ops
 
-B, T, D = 3, 14, 16  # T: uneven over 4 and 8 ranks
-V = 61  # prime: uneven over every number of ranks
+B, T, D = 3, 14, 16  # T gives uneven shards over 4 and 8 ranks
+V = 61  # prime: uneven shards for every number of ranks
 TOLERANCE = 2e-5  # float32 against float64
 FLOAT = 4  # bytes of a float32
 
 R = Replicate()
 ANY = worlds(2, 4, 8)
 SQUARE = worlds(4, 8)  # two mesh dimensions
-EVERY_SPLIT = pytest.mark.parametrize(  # of a vocabulary over the ranks
+EVERY_SPLIT = pytest.mark.parametrize(  # every way to divide a vocabulary over the ranks
     "vocab", [V, 64, 9, 3], ids=["prime", "even", "last rank short or empty", "ranks without classes"]
 )
 
-# every argument that changes the loss, so that a factor which misses one shard shows
+# every argument that changes the loss, so that a factor missing on one shard is noticed
 OPTIONS = [
     {},
     {"reduction": "sum"},
@@ -46,9 +46,9 @@ def mesh_of(device: torch.device, *shape: int) -> DeviceMesh:
 
 
 def batch(device: torch.device, *, vocab: int = V, tokens: int = T, **options) -> Inputs:
-    """make_inputs with tokens as (B, T), the same in every process; the first sequence has most of the ignored ones."""
+    """make_inputs with tokens (B, T), the same in every process. Most ignored tokens are in the first sequence."""
     inputs = make_inputs((B * tokens, D, vocab), device="cpu", **options)
-    inputs.target[: tokens // 2] = inputs.ignore_index  # unequal counts of valid tokens per rank
+    inputs.target[: tokens // 2] = inputs.ignore_index  # ranks have different numbers of valid tokens
     changes = {}
     for name in ("input", "target", "token_weight"):
         tensor = getattr(inputs, name)
@@ -67,7 +67,7 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def place(inputs: Inputs, mesh: DeviceMesh, tokens, rows, plain=()) -> Inputs:
-    """Token tensors in placements `tokens`, those with a row per class in `rows`, the rest replicated."""
+    """Token tensors get the placements `tokens`, tensors with a row per class `rows`; the others are replicated."""
     layouts = {"input": tokens, "target": tokens, "token_weight": tokens, "linear_weight": rows, "linear_bias": rows}
     placed = {}
     for name, value in vars(inputs).items():

@@ -1,4 +1,4 @@
-"""The model of the training tests: ends in LinearCrossEntropyHead, and the same model with dense logits beside it."""
+"""The model of the training tests, which ends in LinearCrossEntropyHead; and the same model with dense logits."""
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 
@@ -46,13 +46,15 @@ class SmallTransformer(nn.Module):
         return self.head(self.hidden(tokens), target, normalizer=normalizer)
 
     def dense_loss(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """Mean over the tokens not ignored, from logits."""
+        """The mean over the tokens that are not ignored, from logits."""
         logits = F.linear(self.hidden(tokens), self.head.weight)
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def make_batches(steps: int, sequences: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(tokens, target) per step, (B, T) each; later sequences have fewer targets, so ranks and micro-batches differ."""
+    """(tokens, target) for each step, each (B, T). Later sequences have fewer targets, so ranks and micro-batches
+    differ.
+    """
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(steps):

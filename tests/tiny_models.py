@@ -1,4 +1,4 @@
-"""Language models of Transformers, small, from their configs, with random weights."""
+"""Small language models of Transformers, made from configs, with random weights."""
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 
@@ -24,14 +24,14 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # logits of several units, or a softcap and a scale would change little
+    # logits of several units; with smaller ones a softcap or a scale would change little
     "initializer_range": 0.4,
 }
-NUM_ITEMS = {  # as num_items_in_batch
+NUM_ITEMS = {  # forms of num_items_in_batch
     "number": 17,
     "0-d tensor": torch.tensor(17),
-    "0-d floating tensor": torch.tensor(17.5),  # Trainer under tensor parallelism
-    "1-d tensor": torch.tensor([17]),  # Trainer under DataParallel
+    "0-d floating tensor": torch.tensor(17.5),  # as Trainer passes it under tensor parallelism
+    "1-d tensor": torch.tensor([17]),  # as Trainer passes it under DataParallel
 }
 HEAD_DIM = {"head_dim": 8}
 
@@ -44,7 +44,7 @@ BART |= {f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in [
 BART |= {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
 BIASES = ("logits_bias", "lm_head.bias", "decoder.bias", "projector.bias", "predictions.bias")  # zeros in a new model
 
-# (class, what its config has beyond SIZES)
+# (class, additions to SIZES in its config)
 MODELS = {
     "Llama": ("LlamaForCausalLM", {}),
     "Llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -57,7 +57,7 @@ MODELS = {
     "Phi3": ("Phi3ForCausalLM", {}),
     "Granite": ("GraniteForCausalLM", {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
     "Cohere": ("CohereForCausalLM", {"logit_scale": 0.25}),
-    # the generic path
+    # models on the generic path
     "Gemma": ("GemmaForCausalLM", HEAD_DIM),
     "Phi, head with bias": ("PhiForCausalLM", {"hidden_size": 32}),
     "GPT-2, tied": (
@@ -101,7 +101,7 @@ MODELS = {
             "decoder": {**SIZES, "head_dim": 8, "cross_attention_hidden_size": 24, "final_logit_softcapping": 2.0},
         },
     ),
-    # a cross-entropy of the forward's own, in encoder-decoders
+    # encoder-decoders whose forward has its own cross-entropy
     "T5, scaled before its tied head": (
         "T5ForConditionalGeneration",
         {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, **START},
@@ -115,7 +115,7 @@ MODELS = {
     ),
     "BART, bias that is a buffer": ("BartForConditionalGeneration", {**BART, **START}),
     "BART, causal": ("BartForCausalLM", BART),
-    # heads that end in a linear layer, in masked language models
+    # masked language models with heads that end in a linear layer
     "BERT, transform, causal": ("BertLMHeadModel", {"is_decoder": True, **NO_DROPOUT}),
     "BERT, transform": ("BertForMaskedLM", NO_DROPOUT),
     "RoBERTa, transform": ("RobertaForMaskedLM", NO_DROPOUT),
@@ -173,9 +173,9 @@ def loss_and_gradients(model: nn.Module, **inputs) -> tuple[Tensor, dict[str, Te
 
 
 def check_same(ours, theirs, tolerance: float = 2e-5) -> None:
-    """Losses and gradients, each gradient relative to its own largest entry.
+    """Compares losses and gradients, each gradient relative to its own largest entry.
 
-    A key's bias moves no softmax: the gradient of it is rounding, 1e-7 of the largest of the model.
+    The bias of a key changes no softmax, so its gradient is only rounding, 1e-7 of the largest in the model.
     """
     torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=0)
     assert ours[1].keys() == theirs[1].keys()

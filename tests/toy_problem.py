@@ -1,4 +1,4 @@
-"""A toy problem of the benchmarks on a CPU, its losses by dense torch, and the rows that a run writes."""
+"""A toy problem for the benchmarks on a CPU, its losses by dense torch, and the rows that a run writes."""
 
 import csv
 

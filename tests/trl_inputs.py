@@ -1,4 +1,4 @@
-"""What the tests of TRL share: its modules, texts and a tokenizer for them, inputs of its head."""
+"""Shared by the tests of TRL: its modules, texts and a tokenizer for them, and inputs of its head."""
 
 import importlib
 
@@ -14,7 +14,7 @@ UTILS, SFT, DISTILLATION = "trl.trainer.utils", "trl.trainer.sft_trainer", "trl.
 
 
 def trl_utils():
-    # not at the top: with its trainers TRL takes seconds to import, which every process that collects tests would spend
+    # Not imported at the top: TRL with its trainers takes seconds to import, in every process that collects tests.
     return importlib.import_module(UTILS)
 
 

@@ -8,6 +8,7 @@ with_grad.py                           gradients made in forward: any row object
     sparse_gradients.py                the entries of a sparse gradient, as a dense matrix
     row_statistics.py                  exponentials of a chunk, and statistics on request
 cross_entropy.py                       given logits, without a GEMM
+support.py                             rows of the classes of a support, without a GEMM
 low_rank.py                            with_grad for a frozen head with a low-rank pair
     row_norms.py                       norms of the rows of W + s B A, which DoRA divides by
 second_order.py, backward_tangent.py   shared code of second derivatives; their derivative along a vector

@@ -12,7 +12,7 @@ Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the 
 of grad_input over ranks remains; it belongs to the caller's placements.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ..math.shards import argmax_of_shards, lse_of_shards
 from ..math.statistics import Rows, asked_of_forward
 from ..math.topk import in_columns
 from ..ops.autograd import finite_in_empty_rows
+from ..ops.support_rows import forward_of_support
 from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -95,14 +96,12 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    results = ops.linear_cross_entropy_forward(
-        *operands,
-        ignore_index=problem.ignore_index,
-        **problem.logits._asdict(),
-        vocab_start=num_classes if empty else classes.start,
-        vocab_size=num_classes,
-        **asked,
-    )
+    options: dict[str, Any] = {"ignore_index": problem.ignore_index, **problem.logits._asdict(), **asked}
+    options |= {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes}
+    if problem.support is None:
+        results = ops.linear_cross_entropy_forward(*operands, **options)
+    else:
+        results = forward_of_support(operands, problem.support, num_classes, **options)
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
     numbers = {
         "logit_sum": logit_sum,
@@ -113,7 +112,7 @@ def rows_of_shard(
     }
     others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
     if empty:
-        lse, max_logit = 0.0 * lse - torch.inf, torch.full_like(lse, -torch.inf)
+        lse, max_logit = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.full_like(lse, -torch.inf)
         others = dict.fromkeys(others, torch.zeros_like(lse))
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:

@@ -16,6 +16,7 @@ class_probabilities.py targets that are class probabilities
 positions.py           K-dimensional losses: a head for each position
 
 metrics.py             return_metrics by name
+support.py             the classes that each token was sampled from
 class_order.py         the user's order of classes, for a sparse gradient
 learnt_scale.py        a scale that gets a gradient
 padded_vocabulary.py   the classes of a vocabulary without its padding

@@ -16,6 +16,7 @@ from ..objectives.cross_entropy import LossOptions
 from .arguments import check_head
 from .loss import layout_of_call, rows_of
 from .schemas import LogProbs
+from .support import support_of_call
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 
@@ -29,7 +30,9 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     logits = logit_options(call.numbers, operands.input)
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked, sparse=call.sparse)
+    support = support_of_call(OP, layout, call, operands.target)
+    of_rows = operands, call.ignore_index, LossOptions(), logits, asked
+    problem = TokenLosses(*of_rows, sparse=call.sparse, support=support)
     rows = rows_of(layout, problem)
     numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
     of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)

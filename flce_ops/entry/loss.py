@@ -13,6 +13,7 @@ The numbers of rows come from a forward operator:
 
     a head             linear_cross_entropy_forward        logits are computed and discarded
     given logits       cross_entropy_forward               logits are read
+    a support          linear_support_forward              logits of the classes that it names
     a shared vocabulary                                    one of the two on each rank, one exchange: vocab_parallel.py
 
 Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
@@ -45,6 +46,7 @@ from ..math.topk import beside_topk
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
+from ..ops.support_rows import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
@@ -101,7 +103,10 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         options |= asked_of_forward(problem.statistics)
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
-    found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+    if problem.support is None:
+        found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+    else:
+        found = forward_of_support(problem.operands, problem.support, layout.num_classes, **options)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
 

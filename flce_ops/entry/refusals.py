@@ -1,6 +1,6 @@
 """The combinations that are not implemented: a table from features of a call to the text of the error.
 
-    source        a low-rank pair, positions (a head for each)
+    source        a low-rank pair, positions (a head for each), a support
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, tiles, gradient_class_order
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
@@ -25,7 +25,8 @@ def wants_gradient(call: Any) -> bool:
     return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
 
 
-GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")  # present if the argument is given
+# present if the argument is given
+GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", "support")
 # The last three: objectives whose gradients backward always makes; what a layout tells; what a path tells.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
@@ -57,6 +58,8 @@ def features_of(call: Any) -> set[str]:
             found.add("tiles")
         if call.target.dim() == call.input.dim():
             found.add("topk")
+    if "support" in found and call.target.dim() == call.input.dim():
+        found.add("topk")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
     return found
@@ -101,6 +104,10 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "a low-rank pair": {
         ("DTensors",): "a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
         "adapter, or out of the plan that shards it",
+    },
+    "support": {
+        ("topk",): "support is not implemented for a target of several classes a token; pass one class a token",
+        ("sparse gradient",): NO_SPARSE.format("with a support, which is sparse itself,"),
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

@@ -3,6 +3,7 @@ log-probability.
 
 composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
           -> losses_of_rows      differentiable ATen over log-probabilities; always with a sharded vocabulary
+                                 or with a support
 
 loss_of_tokens in loss.py calls these two. Schemas, kernels and derivatives follow from the tokens, numbers and options
 of the objective (flce_ops/objectives/row.py).
@@ -28,6 +29,7 @@ from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_row_loss
 from .loss import layout_of_call, loss_of_tokens, rows_of
 from .schemas import RowLoss
+from .support import support_of_call
 
 # N tokens, D hidden, V vocabulary
 
@@ -44,9 +46,10 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(input.dtype)
     objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
     logits = logit_options(call.numbers, input)
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
+    support = support_of_call(op, layout, call, operands.target)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse, support=support)
     with_grad = None
-    if call.reduction != "none" and not layout.splits_vocabulary:
+    if call.reduction != "none" and support is None and not layout.splits_vocabulary:
         known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
         if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known):
             with_grad = partial(losses_with_grad, objective)

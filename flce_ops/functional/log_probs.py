@@ -18,15 +18,22 @@ from .public import call_entry, public
 class LinearLogProbs(NamedTuple):
     """One number a token, (...); float32 (float64 for float64 input), argmax int64.
 
-    entropy, argmax and tail_log_prob are None unless requested. Their type includes `Any`, so that a caller who
-    requested them need not convince a type checker.
+    entropy, argmax and tail_log_prob are None unless asked for. Their type is `Any` beside Tensor, so that a caller who
+    asked for them need not convince a type checker.
+
+    Attributes:
+        log_probs: log p(target), nats, of target's shape; 0 at ignored tokens.
+        lse: logsumexp of the logits; 0 at ignored tokens.
+        entropy: entropy of the distribution, nats; 0 at ignored tokens.
+        argmax: class of the largest logit; -1 at ignored tokens.
+        tail_log_prob: log of the probability of all classes that target does not name, nats.
     """
 
-    log_probs: Tensor  # target's shape: log p(target) in nats; 0 where target is ignore_index
-    lse: Tensor  # logsumexp of the logits; 0 at ignored tokens
-    entropy: Tensor | Any  # entropy of the distribution, nats; 0 at ignored tokens
-    argmax: Tensor | Any  # class of the largest logit, -1 at ignored tokens
-    tail_log_prob: Tensor | Any = None  # log of the probability of all classes that target does not name, nats
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor | Any
+    argmax: Tensor | Any
+    tail_log_prob: Tensor | Any = None
 
 
 def call(given: dict[str, Any]) -> Any:
@@ -82,6 +89,7 @@ def linear_log_probs(
     entropy: bool = False,
     argmax: bool = False,
     tail: bool = False,
+    support: Tensor | tuple[Tensor, Tensor] | None = None,  # (..., K)
     gradient_threshold: float = 0.0,
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
@@ -115,6 +123,12 @@ def linear_log_probs(
         tail: also return the log-probability of all classes together that target does not name. The result ends at the
             logarithm of the dtype's eps (-15.9 in float32), below which it would be a rounding error, and has no
             gradient there.
+        support: the classes that each token was sampled from, as top-p and top-k leave them: ids (..., K), int64 or
+            int32, padded with -1, or a pair of ids (E,) and offsets (tokens + 1,), with ids[offsets[i] : offsets[i +
+            1]] those of the i-th token. All results are then those of the distribution over these classes: j runs over
+            them above. A token without ids has all classes. Order does not matter, and a class that is named twice
+            counts once. A target outside of its support is a ValueError on a CPU; on CUDA, where the host does not
+            look, its log-probability is -inf. Only one class a token, and not with shift.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
         return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
@@ -127,13 +141,14 @@ def linear_log_probs(
         With ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
 
     Raises:
-        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy; with
+        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy or with a support; with
             gradient_threshold the gradient of the entropy, and DTensors of a sharded vocabulary.
 
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens with saved logits
-        (``set_workspace``), 4 for the others. Ranks that share a vocabulary exchange 2 to 7 numbers per token, and
-        K - 1 more for K classes. What is not asked for costs nothing.
+        (``set_workspace``), 4 for the others, 0 for those with a support, whose classes are gathered. Ranks that share
+        a vocabulary exchange 2 to 7 numbers per token, and K - 1 more for K classes. What is not asked for costs
+        nothing.
 
     Source:
         docs/kernels.md has the mathematics, docs/log_probs.md what each result is for and costs.

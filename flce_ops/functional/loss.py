@@ -16,10 +16,15 @@ from .public import call_entry, public
 
 
 class LinearCrossEntropyMetrics(NamedTuple):
-    """Metrics of the loss. They are constants: no gradient flows through them."""
+    """Metrics of the loss. They are constants: no gradient flows through them.
 
-    token_accuracy: Tensor  # (), float32: share of valid tokens whose target has the largest logit
-    argmax: Tensor  # target's shape, int64: class of the largest logit, -1 at ignored tokens
+    Attributes:
+        token_accuracy: share of valid tokens whose target has the largest logit, (), float32.
+        argmax: class of the largest logit, of target's shape, int64; -1 at ignored tokens.
+    """
+
+    token_accuracy: Tensor
+    argmax: Tensor
 
 
 def call(given: dict[str, Any]) -> Any:

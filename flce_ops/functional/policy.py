@@ -13,10 +13,15 @@ from .public import call_entry, public
 
 
 class LinearPolicyResult(NamedTuple):
-    """The loss, and log-probabilities without a gradient."""
+    """The loss, and log-probabilities through which no gradient flows.
 
-    loss: Tensor  # (), or target's shape with reduction="none"
-    log_probs: Tensor  # target's shape: log p(target) in nats; 0 at tokens that are ignored or have weight 0
+    Attributes:
+        loss: (), or of target's shape with reduction="none".
+        log_probs: log p(target), nats, of target's shape; 0 at tokens that are ignored or left out by weight 0.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
 
 
 @public(lambda given: LinearPolicyResult(*call_entry("linear_policy_loss", given)))
@@ -42,6 +47,7 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
+    support: Tensor | tuple[Tensor, Tensor] | None = None,  # (..., K)
     gradient_threshold: float = 0.0,
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
@@ -89,6 +95,8 @@ def linear_policy_loss(
             length for GRPO's mean of means. The denominator of "mean" does not contain token_weight. Tokens of weight
             0 are left out like ignored ones, unless token_weight gets a gradient.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
+        support: the classes that each token was sampled from, as in ``linear_log_probs``: the policy is renormalised
+            over them. Give it where old_log_probs are renormalised, too.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``;
             backward makes the gradients then.
 
@@ -106,9 +114,9 @@ def linear_policy_loss(
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
         graphs, DTensor. Forward makes the gradients of a scalar loss, in the same pass over the logits. In float16,
-        under checkpointing, torch.func, for reduction="none" and over a sharded vocabulary backward makes them, as
-        those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the gradient of a token
-        beyond its bound is 0 all the same.
+        under checkpointing, torch.func, for reduction="none", with a support and over a sharded vocabulary backward
+        makes them, as those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the
+        gradient of a token beyond its bound is 0 all the same.
 
     Source:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017; Shao et al., "DeepSeekMath", 2024 (GRPO); Yu

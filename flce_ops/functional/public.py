@@ -18,9 +18,11 @@ from ..entry.argument_types import typed
 from ..entry.arguments import resolve_ignore_index
 from ..entry.learnt_scale import apply_learnt_scale
 from ..entry.shifted_target import shifted_target
+from ..entry.support import parts_of_support
 from ..math.options import normalizer_tensor
 from ..support import rank_check
 from ..support.dtensor import any_dtensor
+from ..support.holes import refuse_hole
 
 Function = TypeVar("Function", bound=Callable)
 REQUIRED = object()
@@ -68,6 +70,10 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
         given = {**given, **dict(zip(read, learnt))}
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(given["normalizer"], rows)
+    if "support" in given:
+        given["support"], given["support_offsets"] = parts_of_support(name, given["support"])
+        if given["support"] is not None and given.get("shift"):
+            refuse_hole(name, "shift and support")
     if given.pop("shift", False):
         given["target"] = target = shifted_target(name, target, rows, given["ignore_index"])
     if given["ignore_index"] != -100:

@@ -22,6 +22,7 @@ from torch import SymFloat, Tensor
 
 from .precision import accumulation_dtype
 from .sparse_gradient import SparseGradient
+from .support import TokenIds
 
 # N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
 
@@ -175,6 +176,7 @@ class TokenLosses:
     main_grad: Tensor | None = None  # (V, D), to which grad_linear_weight is added
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
+    support: TokenIds | None = None  # None: all classes
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)

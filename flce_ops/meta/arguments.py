@@ -18,6 +18,7 @@ from ..math.options import (
 )
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
+from ..math.support import Support
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import Nothing, RowObjective
 from .call import Arguments
@@ -287,6 +288,45 @@ class RowOperands(NamedTuple):
     @property
     def num_classes(self) -> int:
         return self.linear_weight.shape[0]
+
+
+class SupportForward(Arguments, keyword_from="ignore_index"):
+    """Rows of the classes of a support, by gathers; of a token without one all classes, as Forward."""
+
+    op = "linear_support_forward"
+    results = (
+        *(result for result in Forward.results if result.name not in ("logit_sum", "retained")),
+        Result("products", lambda call: call.support.classes.shape, at_ignored=None),
+    )
+
+    operands: RowOperands
+    support: Support
+    ignore_index: int = -100
+    logits: LogitOptions
+    vocab_start: SymInt = 0
+    vocab_size: OptionalSymInt = None
+    expected_log_prob: bool = False
+    argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
+
+
+class SupportBackward(Arguments, keyword_from="ignore_index"):
+    op = "linear_support_backward"
+    results = GRADIENTS
+
+    cotangents: Cotangents
+    operands: RowOperands
+    support: Support
+    products: Tensor  # (E,), what forward found of these operands
+    lse: Tensor  # (N,)
+    ignore_index: int = -100
+    logits: LogitOptions
+    vocab_start: SymInt = 0
+    output_mask: OutputMask
+    grad_expected_log_prob: Tensor | None = None  # (N,)
+    expected_log_prob: Tensor | None = None  # (N,)
+    lse_rest: Tensor | None = None  # (N,)
 
 
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):

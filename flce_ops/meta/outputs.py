@@ -16,6 +16,7 @@ from ..math.kl_div_arguments import KlDivOperands
 from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands
 from ..math.precision import accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
+from ..math.support import Support
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import kl_div_checks
@@ -191,6 +192,27 @@ def check_added(op: str, call: Any) -> None:
         raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
 
 
+def check_support(op: str, call: Any) -> None:
+    input, (classes, offsets, sizes) = call.operands.input, call.support
+    tokens = input.shape[0]
+    if classes.dim() != 1 or offsets.shape != (tokens + 1,) or sizes.shape != (tokens,):
+        raise ValueError(
+            f"{op}: expected classes of shape (E,), offsets of shape ({tokens + 1},) and sizes of shape ({tokens},), "
+            f"got {tuple(classes.shape)}, {tuple(offsets.shape)} and {tuple(sizes.shape)}"
+        )
+    for name, tensor in call.support._asdict().items():
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{op}: expected {name} in torch.int64, got {tensor.dtype}")
+    check_device(op, input, **call.support._asdict())
+
+
+def check_products(op: str, call: Any) -> None:
+    if call.products.shape != call.support.classes.shape:
+        raise ValueError(
+            f"{op}: expected products of shape {tuple(call.support.classes.shape)}, got {tuple(call.products.shape)}"
+        )
+
+
 def check_divergence_rows(op: str, call: Any) -> None:
     """Checks what forward returned for rows: teacher_shift and student_kl are empty if forward has none."""
     input = call.operands.input
@@ -221,6 +243,8 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
     GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
     "retained": check_retained,
+    Support: check_support,
+    "products": check_products,
     # forward only passes these options on to backward
     SparseGradient: lambda op, call: check_sparse(op, call.sparse, call.operands.input),
     "main_grad": check_added,

@@ -16,14 +16,20 @@ logger = logging.getLogger("flce_ops")
 
 @dataclass(frozen=True)
 class Path:
-    """What the last kernel call of this process did. That call may be in another thread: on CUDA, backward runs in
-    autograd's.
+    """What the last kernel call of this process did, in any thread: on CUDA backward runs in one of autograd's.
+
+    Attributes:
+        op: name of the operator, as "linear_cross_entropy_with_grad".
+        implementation: "triton" or "aten".
+        reason: why this implementation was taken, and notes on how it ran.
+        rows_per_chunk: rows of logits held at a time.
+        chunks: how many chunks there were.
     """
 
-    op: str  # "linear_cross_entropy_with_grad", ...
-    implementation: str  # "triton" | "aten"
-    reason: str  # why this implementation ran, and notes on how
-    rows_per_chunk: int  # rows of logits held at a time
+    op: str
+    implementation: str
+    reason: str
+    rows_per_chunk: int
     chunks: int
 
 

@@ -76,7 +76,15 @@ def warmup(
             'another in a process with CUDA_VISIBLE_DEVICES=""'
         )
 
+    calls = [options]
+    if options.get("support") is not None:
+        calls.append(options | {"support": None})  # of the tokens without one
+
     def trace() -> None:
+        for options_of_call in calls:
+            trace_call(options_of_call)
+
+    def trace_call(options: dict) -> None:
         with CompileInner():
             result = call_on_meta(function, hidden, vocab, dtype, bias, options)
             found = result if isinstance(result, tuple) else (result,)

@@ -1,4 +1,4 @@
-"""AOTInductor packages: decomposed programs stand alone, undecomposed ones call the registered operator."""
+"""AOTInductor packages: decomposed programs need no flce_ops; undecomposed ones call the registered operator."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -72,7 +72,7 @@ def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, mon
         assert error(loss(*inputs.args), expected) < 1e-6, length
     done = run_without_flce_ops(package, inputs.args, expected)
     assert done.returncode == 0, done.stderr
-    if device == "cpu":  # on CUDA a device-side assert, which ends the process
+    if device == "cpu":  # on CUDA it is a device-side assert, which ends the process
         inputs.target[3] = V
         with pytest.raises(RuntimeError):
             loss(*inputs.args)
@@ -85,7 +85,7 @@ def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path)
     aoti_compile_and_package(program, package_path=str(package), inductor_configs=QUICK_TO_COMPILE)
     inputs = make_inputs((77, D, V), device=device, bias=True, requires_grad=False)
     expected = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
-    with flce_ops.workspace(2**10):  # the kernel obeys what is set when it runs
+    with flce_ops.workspace(2**10):  # the kernel reads the workspace when it runs
         assert error(aoti_load_package(str(package))(*inputs.args), expected) < 1e-6
     assert flce_ops.last_path().op == "linear_cross_entropy_forward"
     done = run_without_flce_ops(package, inputs.args, expected)
@@ -96,7 +96,7 @@ def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("packages_load")
 def test_half_operands_keep_float32_logits_on_cuda(tmp_path):
-    """cuBLAS hands its float32 accumulator to the decomposed program too: mm with an out_dtype."""
+    """cuBLAS returns float32 sums to the decomposed program too, by mm with an out_dtype."""
     inputs = make_inputs((252, 507, 123), device="cuda", dtype=torch.bfloat16, bias=True, requires_grad=False)
     program = exported(inputs, reduction="none").run_decompositions(flce_ops.export_decompositions())
     package = str(tmp_path / "loss.pt2")

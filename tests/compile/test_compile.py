@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): one graph for any number of tokens, no warning, eager's numbers."""
+"""torch.compile(fullgraph=True): one graph for any number of tokens, no warnings, the numbers of eager mode."""
 
 # B batch, T sequence, N tokens, D hidden, V vocabulary
 
@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flce_ops
 
-LENGTHS = (7, 8, 31, 64, 100, 129, 333)  # odd and even, one chunk and several in the workspace below
+LENGTHS = (7, 8, 31, 64, 100, 129, 333)  # odd and even; with the workspace below, one chunk and several
 WORKSPACE = 2**15
 OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
 
@@ -24,7 +24,7 @@ OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing"
 def warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # torch's own remarks on how the suite configures it
+        # these warnings of torch concern the settings of this test suite
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         yield
@@ -33,7 +33,7 @@ def warnings_are_errors():
 class GraphCounter(CompileCounterWithBackend):
     @property
     def count(self) -> int:
-        """Graphs that compute something: Dynamo may hand over an empty one before it restarts."""
+        """The number of graphs that compute something. Dynamo may compile an empty one before it restarts."""
         return sum(any(node.op == "call_function" for node in graph.graph.nodes) for graph in self.graphs)
 
 
@@ -62,7 +62,7 @@ def test_compiled_is_eager(device, everything, reduction, dtype):
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_one_graph_for_any_number_of_tokens_through_inductor(device, reduction):
-    """torch 2.13's own chunked loss makes 7 graphs for 7 lengths."""
+    """For comparison, torch 2.13's own chunked loss makes 7 graphs for 7 lengths."""
     backend = CountingBackend()
     loss = torch.compile(flce_ops.linear_cross_entropy, backend=backend, fullgraph=True)
     with warnings_are_errors(), flce_ops.workspace(WORKSPACE):
@@ -84,7 +84,9 @@ def test_one_graph_for_any_number_of_tokens_through_inductor(device, reduction):
 
 @pytest.mark.parametrize("how, graphs", [("dynamic", 1), ("automatic", 2)])
 def test_graphs_without_marks(device, how, graphs):
-    """Automatic dynamic shapes: the first length is static, the second makes it dynamic, the rest reuse that."""
+    """Automatic dynamic shapes: the first length is static, the second makes it dynamic, and the others reuse that
+    graph.
+    """
     loss, counter = compiled(flce_ops.linear_cross_entropy, dynamic=True if how == "dynamic" else None)
     for length in LENGTHS:
         inputs = make_inputs((length, 11, 31), device=device)
@@ -113,12 +115,13 @@ def test_one_graph_for_any_batch_and_sequence_length(device):
 @pytest.mark.parametrize("length", [0, 1, 2])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_degenerate_lengths_compile(device, reduction, length):
-    """Dynamo always specialises on 0 and 1: graphs of their own, right all the same."""
+    """Dynamo always specialises on 0 and 1. Their graphs must be right, too."""
     inputs = make_inputs((length, 11, 31), device=device)
     expected = run_reference(inputs, reduction=reduction)
     plain = run(plain_loss, inputs, reduction=reduction)
     found = run(compiled(flce_ops.linear_cross_entropy)[0], inputs, reduction=reduction)
-    for name in expected:  # the gradient of one token that is sure of its class is a difference
+    # if the model is sure of its only token, the gradient is a difference of nearly equal numbers
+    for name in expected:
         assert error(found[name], expected[name]) <= 3 * error(plain[name], expected[name]) + 1e-6, name
 
 
@@ -177,7 +180,7 @@ class TinyModel(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_compiled_model_trains_as_in_eager(device, tied):
-    """Three steps of a whole model through inductor; the loss curves are those of eager."""
+    """Three steps of a whole model through Inductor have the loss curve of eager mode."""
     tokens = torch.randint(61, (4, 9), device=device)
     curves = []
     for compile in (False, True):
@@ -201,7 +204,7 @@ def test_compiled_model_trains_as_in_eager(device, tied):
 
 
 def test_out_of_range_target_is_noticed_in_compiled_code():
-    """On CUDA this is a device-side assert: tests/kernels/test_cuda_contract.py."""
+    """On CUDA this is a device-side assert: tests/kernels/test_cuda_contract.py tests that."""
     inputs = make_inputs()
     inputs.target[5] = 10**6
     with pytest.raises(IndexError, match="target"):
@@ -215,8 +218,8 @@ def test_bad_shapes_are_refused_while_tracing(device):
 
 
 def test_workspace_set_after_compilation_is_obeyed(device):
-    """Chunking is decided when the kernel runs, not baked into the graph."""
-    inputs = make_inputs((700, 11, 61), device=device)  # a chunk has 64 rows or more, 128 on CUDA
+    """The kernel decides on chunks when it runs; the graph does not fix them."""
+    inputs = make_inputs((700, 11, 61), device=device)  # a chunk has at least 64 rows, 128 on CUDA
     loss, counter = compiled(flce_ops.linear_cross_entropy)
     run(loss, inputs)
     assert flce_ops.last_path().chunks == 1
@@ -227,7 +230,7 @@ def test_workspace_set_after_compilation_is_obeyed(device):
 
 
 def test_normalizer_as_a_tensor_does_not_recompile(device):
-    """The count of target tokens changes every step; as a 0-d tensor it is data, not a constant."""
+    """The number of target tokens changes in every step. As a 0-d tensor it is data, not a constant of the graph."""
     loss, counter = compiled(flce_ops.linear_cross_entropy)
     inputs = make_inputs(device=device)
     total = run_reference(inputs, reduction="sum")["loss"]
@@ -239,8 +242,9 @@ def test_normalizer_as_a_tensor_does_not_recompile(device):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_compiled_double_backward_is_refused(device, reduction):
-    """AOTAutograd has no second derivatives and says so where the backward graph saved an input that needs a gradient,
-    as that of F.cross_entropy(F.linear(...)) does. Saved gradients alone would leave a term out in silence."""
+    """AOTAutograd has no second derivatives. It refuses them if the backward graph saved an input that needs a
+    gradient, as for F.cross_entropy(F.linear(...)). If only gradients were saved, a term would be missing silently.
+    """
     inputs = make_inputs((6, 5, 7), device=device, dtype=torch.float64)
     leaves = (inputs.input, inputs.linear_weight)
     loss = compiled(flce_ops.linear_cross_entropy)[0](*inputs.args, reduction=reduction).sum()

@@ -1,4 +1,4 @@
-"""An upgraded package never runs a graph that the former one compiled, and an unchanged one compiles nothing twice."""
+"""An upgraded package never runs a graph of the previous version; an unchanged one compiles nothing twice."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from flce_ops.support.workspace import get_retained
 
 PACKAGE = Path(flce_ops.__file__).parent
 
-# For each key (None: its own) the loss and what the cache said. The directory of the caches is the user's, for what g++
-# can do is remembered there too; a tag of this run's own keeps its entries apart.
+# For each key (None: the package's own) the loss and the cache's answer. The caches use the user's directory, because
+# the C++ compiler's abilities are remembered there. A tag of this run separates its entries.
 STEPS = """
 import json, sys, torch
 from torch._dynamo.utils import counters
@@ -57,7 +57,7 @@ def copy_of_the_package(root: Path) -> Path:
 
 @pytest.mark.exhaustive
 def test_an_upgraded_package_runs_its_own_code(tmp_path):
-    """Two copies of the package, alike but for one line of what AOTAutograd traces, and one directory of caches."""
+    """Two copies of the package share a directory of caches. They differ in one line of what AOTAutograd traces."""
     tag = f"flce_ops-test-{uuid.uuid4()}"
     root = copy_of_the_package(tmp_path)
     old = run_steps(root, tag, None)

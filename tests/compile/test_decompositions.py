@@ -1,4 +1,6 @@
-"""Exported programs as plain ATen: the operators' numbers, none of their names, no logits, no flce_ops to run them."""
+"""Exported programs as plain ATen: the operators' numbers, no flce operators, no (N, V) logits, and no need for
+flce_ops.
+"""
 
 # N tokens, D hidden, V vocabulary
 
@@ -23,7 +25,7 @@ LENGTHS = (2, 40, 333)
 EVERYTHING = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
 TENSORS = {"bias": True, "weight": True, "token_weight": True}
 
-# what programs do not hold: flce_ops/decompositions.py says why
+# operators that programs do not contain; flce_ops/decompositions.py gives the reasons
 NOT_IN_PROGRAMS = ("backward_", "double_backward", "kl_div", "vocab_parallel")
 NOT_DECOMPOSED = {
     name
@@ -34,7 +36,7 @@ NOT_DECOMPOSED = {
 
 @pytest.fixture(autouse=True)
 def blocks_of_eight_classes(monkeypatch):
-    """Four blocks of a vocabulary of 31, the last one ragged."""
+    """Four blocks for a vocabulary of 31; the last one is shorter."""
     monkeypatch.setattr(decompositions, "CLASSES_PER_BLOCK", 8)
 
 
@@ -104,7 +106,8 @@ def test_decomposed_program_is_as_exact_as_the_operator(dtype):
 
 def test_ignore_index_and_int32_targets(device):
     inputs = make_inputs((N, D, V), device=device, target_dtype=torch.int32, ignore_index=7, requires_grad=False)
-    inputs.ignore_index, ignored = -100, {"ignore_index": 7}  # an option of the program, not one of its inputs
+    # ignore_index is an option of the program, not one of its inputs
+    inputs.ignore_index, ignored = -100, {"ignore_index": 7}
     program = exported(inputs, **ignored).run_decompositions(flce_ops.export_decompositions())
     expected = flce_ops.linear_cross_entropy(*inputs.args, **ignored)
     assert error(program.module()(*inputs.args, {}), expected) < 1e-6
@@ -229,8 +232,8 @@ SHARD = {"vocab_start": 100, "vocab_size": 150}
 @pytest.mark.parametrize("shard", [{}, SHARD], ids=["whole", "shard"])
 def test_forward_is_the_operators(shard, dtype):
     inputs = make_inputs((50, D, V), dtype=dtype, bias=True, weight=True, requires_grad=False)
-    inputs.target[inputs.target >= 0] += 5 * len(shard) * 11  # some beyond the shard
-    inputs.target[inputs.target >= 150] = 0  # some before it
+    inputs.target[inputs.target >= 0] += 5 * len(shard) * 11  # some targets are after the shard
+    inputs.target[inputs.target >= 150] = 0  # some are before it
     args = (*inputs.args, inputs.weight)
     everything = {"logit_sum": True, "expected_log_prob": True, "argmax": True}
     options = scalars({**everything, "softcap": 5.0, "logit_scale": 0.7, **shard})
@@ -240,7 +243,7 @@ def test_forward_is_the_operators(shard, dtype):
         assert ours.dtype == exact.dtype
         assert error(ours, exact) < (1e-14 if dtype == torch.float64 else 1e-6)
     assert retained.shape == expected[-1].shape and retained.dtype == expected[-1].dtype
-    assert rest.dtype == expected[-2].dtype and rest.abs().max() < 1e-6  # what rounding took from lse
+    assert rest.dtype == expected[-2].dtype and rest.abs().max() < 1e-6  # the rounding error of lse
     hit = (inputs.target >= shard.get("vocab_start", 0)) & (inputs.target < shard.get("vocab_start", 0) + V)
     assert hit.any() and (not shard or not hit.all())
 
@@ -279,7 +282,7 @@ def test_backward_is_the_operators(given, mask, dtype, softcap):
     expected = torch.ops.flce.linear_cross_entropy_backward(*cotangents, *args, lse, **options, output_mask=list(mask))
     for one, other in zip(found, expected):
         assert one.dtype == other.dtype and one.isfinite().all()
-        # bfloat16: the operator's one addition in that dtype against a sum over blocks in float32
+        # bfloat16: the operator adds once in that dtype, the decomposition sums over blocks in float32
         assert error(one, other) < (1e-13 if dtype == torch.float64 else 8e-3)
 
 
@@ -312,14 +315,14 @@ def test_every_operator_of_a_program_has_a_decomposition_of_its_signature(name):
     op = getattr(torch.ops.flce, name).default
     function = flce_ops.export_decompositions()[op]
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
-        return  # the operator's own body, whatever its signature is
+        return  # the decomposition is the operator's own body, whatever its signature is
     (call,) = inspect.signature(function).parameters.values()
     assert issubclass(OPERATORS[name].arguments, call.annotation)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_program_of_aten_can_be_exported_to_onnx():
-    """What the refusal of the operators there says to do."""
+    """Follows the advice of the operators' error message for ONNX."""
     pytest.importorskip("onnxscript")
     program = exported(make_inputs((N, D, V), requires_grad=False, **TENSORS), **EVERYTHING)
     torch.onnx.export(program.run_decompositions(flce_ops.export_decompositions()), verbose=False)

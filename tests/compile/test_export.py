@@ -1,4 +1,4 @@
-"""torch.export: one node for the operator, any number of tokens, through a file and into a fresh process."""
+"""torch.export: the operator is one node, for any number of tokens. The program survives a file and a fresh process."""
 
 # N tokens, D hidden, V vocabulary
 

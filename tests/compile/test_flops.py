@@ -1,4 +1,4 @@
-"""The table of GEMM passes: how many times 2 N D V floating-point operations each use costs."""
+"""The table of GEMM passes: how many times 2 N D V floating-point operations each call costs."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -13,7 +13,7 @@ import flce_ops
 N, D, V = 24, 16, 61
 PASS = 2 * N * D * V
 
-# reduction, who needs a gradient -> passes
+# reduction, arguments that need a gradient -> passes
 TABLE = [
     ("mean", (), 1),
     ("sum", (), 1),
@@ -21,7 +21,7 @@ TABLE = [
     ("mean", ("input", "linear_weight"), 3),
     ("sum", ("input", "linear_weight"), 3),
     ("mean", ("input", "linear_weight", "linear_bias"), 3),
-    ("none", ("input", "linear_weight"), 3),  # the logits wait for backward
+    ("none", ("input", "linear_weight"), 3),  # logits are saved for backward
     ("mean", ("input",), 2),  # a frozen head
     ("mean", ("linear_weight",), 2),
     ("none", ("input",), 2),
@@ -77,7 +77,7 @@ def test_gemm_passes_with_gradients_disabled(device):
 
 
 def test_token_weights_alone_cost_one_pass(device):
-    """Their gradient is the loss of each token: no product of matrices."""
+    """The gradient of token weights is the loss of each token, so it needs no matrix product."""
     inputs = make_inputs((N, D, V), device=device, token_weight=True)
     inputs.input.requires_grad_(False)
     inputs.linear_weight.requires_grad_(False)
@@ -96,15 +96,15 @@ def test_double_backward_is_counted(device):
 
 
 def test_formulas_agree_with_the_products_that_are_computed():
-    """Counts aten::mm and addmm inside the CPU kernels, which the counter itself does not look into.
+    """Counts aten::mm and addmm inside the CPU kernels, which FlopCounterMode does not see.
 
-    With no token ignored: the formulas count all N, as how many count is data.
+    No token is ignored: the formulas count all N tokens, because the number of ignored ones is data.
     """
     inputs = make_inputs((N, D, V), ignored=0.0)
     for reduction in ("mean", "none"):
         with torch.profiler.profile(record_shapes=True) as profile:
             step(reduction, inputs)
-        factors = {"aten::mm": slice(0, 2), "aten::addmm_": slice(1, 3)}  # which arguments are multiplied
+        factors = {"aten::mm": slice(0, 2), "aten::addmm_": slice(1, 3)}  # the arguments that are multiplied
         products = [e.input_shapes[factors[e.name]] for e in profile.events() if e.name in factors]
         done = sum(2 * rows * inner * columns for (rows, inner), (_, columns) in products)
         assert done == PASS * passes(step, reduction, inputs)

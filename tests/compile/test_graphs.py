@@ -1,8 +1,8 @@
 """Snapshots of the forward and backward graphs: call_function targets with dtype and shape.
 
-getitem, detach, view and the like are left out: they differ between torch versions and cost nothing. So are results
-that were not asked for, which hold no number.
-Accept new ones with EXPECTTEST_ACCEPT=1.
+getitem, detach, view and the like are left out, because they differ between torch versions and cost nothing. So are
+results that were not asked for, which contain no numbers.
+Set EXPECTTEST_ACCEPT=1 to accept new snapshots.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -50,7 +50,7 @@ def listing(graph_module) -> str:
 
 
 def graphs_of(function, inputs, dynamic=False, **options) -> str:
-    """Forward and backward graph, as the partitioner hands them to a compiler."""
+    """The forward and backward graphs that the partitioner passes to a compiler."""
     found = {}
 
     def keep(name):
@@ -179,7 +179,7 @@ flce.linear_cross_entropy_upstream -> (f32[12, 8])""",
 
 
 def test_any_number_of_tokens():
-    """No guard, size or constant of one length is left in the graph of dynamic length."""
+    """A graph for any length contains no guard, size or constant of one length."""
     graphs = graphs_of(flce_ops.linear_cross_entropy, make_inputs((N, D, V)), dynamic=True)
     assert f"[{N}" not in graphs
     assert_expected_inline(

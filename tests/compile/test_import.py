@@ -1,4 +1,4 @@
-"""A fresh process: what importing the package pulls in, how many calls it makes, that it works without triton."""
+"""Import in a fresh process: which modules it imports, how many calls it makes, and that it works without Triton."""
 
 import json
 import os
@@ -31,7 +31,7 @@ assert torch.ops.flce.linear_cross_entropy(x, w, t).item() == loss.item()
 
 def test_import_brings_in_neither_dtensor_nor_the_compiler_nor_triton_beyond_what_torchs_flop_counter_does():
     script = (
-        # the FLOP formulas are registered with it, and where triton is installed it imports triton
+        # the FLOP formulas are registered in this module, which imports triton if it is installed
         "import sys, json, torch, torch.utils.flop_counter\n"
         "before = set(sys.modules)\n"
         "import flce_ops\n"
@@ -79,7 +79,7 @@ torch.library.opcheck(torch.ops.flce.linear_cross_entropy, (x, w, t))
 
 
 def test_works_without_numpy_and_triton_and_does_not_speak_of_them():
-    """In a process of its own: torch says that NumPy is missing when it is imported."""
+    """Runs in its own process, because torch reports a missing NumPy when it is imported."""
     script = WITHOUT_NUMPY + TRAIN + REST
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
@@ -121,7 +121,7 @@ def test_works_where_torch_distributed_is_not_available():
 
 
 def test_import_makes_few_calls():
-    """30,000 Python calls on top of torch's; `python -m benchmarks.first_call` has the seconds."""
+    """At most 30,000 Python calls beyond torch's own. `python -m benchmarks.first_call` measures the seconds."""
     script = (
         "import sys, torch, torch.utils.flop_counter\n"
         "calls = 0\n"
@@ -160,7 +160,7 @@ def test_compiled_training_step_in_a_fresh_process():
 
 @pytest.mark.parametrize("package", ["flce_ops", "flce_ops.integrations.transformers", "flce_ops.integrations.trl"])
 def test_dir_has_the_public_names_alone(package):
-    """As a prompt completes them: without the modules that are imported there."""
+    """What a prompt completes: public names only, without the modules that the package imports."""
     module = pytest.importorskip(package)
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, name) for name in dir(module))
@@ -174,7 +174,7 @@ def test_version_is_known():
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_another_thread_gives_the_same_numbers(reduction):
-    """DataParallel-like use: no state of the first thread is missed in the second."""
+    """Used as in DataParallel: the second thread does not need state of the first."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
@@ -213,6 +213,6 @@ print(json.dumps([name for name in ("torch._dynamo", "torch._inductor", "sympy")
 
 
 def test_two_steps_import_no_compiler():
-    """torch._dynamo takes 3.5 seconds, which the second step of every process once waited for."""
+    """Importing torch._dynamo takes 3.5 seconds. The second step of every process once had to wait for it."""
     pytest.importorskip("triton")
     assert json.loads(run_fresh(TWO_STEPS)) == []

@@ -13,12 +13,12 @@ flce = torch.ops.flce
 SHAPE = (12, 11, 31)
 WANTED = [(True, True), (True, False), (False, True), (False, False)]
 EVERYTHING = {"softcap": 5.0, "logit_scale": 0.7}
-# bfloat16's results have dtypes of their own, whoever needs a gradient
+# bfloat16's results have their own dtypes, whichever arguments need a gradient
 WANTED_AND_DTYPES = [(wanted, torch.float32) for wanted in WANTED] + [((True, True), torch.bfloat16)]
 
 
 def example(device, dtype, wanted=(True, True), **made):
-    """wanted: which of (input, parameters) need a gradient."""
+    """wanted: whether (input, parameters) need a gradient."""
     inputs = make_inputs(SHAPE, device=device, dtype=dtype, **made)
     inputs.input.requires_grad_(wanted[0])
     for parameter in (inputs.linear_weight, inputs.linear_bias):
@@ -31,7 +31,7 @@ def gradients_of(inputs):
     return [inputs.input.requires_grad, inputs.linear_weight.requires_grad, inputs.linear_bias is not None]
 
 
-# every dtype with a bias: float16 recomputes, bfloat16 adds up in float32; no bias is one argument less in each
+# every dtype with a bias: float16 recomputes, bfloat16 sums in float32; without a bias each call has one argument less
 ENTRY_CASES = [(True, torch.float32), (True, torch.float64), (True, torch.bfloat16), (True, torch.float16)]
 ENTRY_CASES += [(False, torch.float32), (False, torch.float16)]
 
@@ -101,7 +101,7 @@ def test_backward_into_a_buffer(device, dtype):
 )
 def test_with_grad(device, options, wanted, dtype):
     inputs = example(device, dtype, wanted, bias=bool(options), weight=bool(options))
-    row_scale = torch.rand(SHAPE[0], device=device) if options else None  # or a mean
+    row_scale = torch.rand(SHAPE[0], device=device) if options else None  # None for a mean
     args = (*inputs.args, inputs.weight, row_scale)
     options = {"output_mask": gradients_of(inputs), **scalars(options, device)}
     opcheck(flce.linear_cross_entropy_with_grad.default, args, options)
@@ -142,7 +142,9 @@ def test_upstream(device, requires_grad):
 
 
 def test_every_registered_operator_is_checked_here():
-    """Those of a sharded vocabulary, of divergences and of log-probabilities are in tests of these names."""
+    """The operators of a sharded vocabulary, of divergences and of log-probabilities are checked in tests named after
+    them.
+    """
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

@@ -1,4 +1,4 @@
-"""What torch.profiler shows: the operators under their own names, in eager, compiled, forward and backward."""
+"""torch.profiler shows the operators under their own names, in eager and compiled steps, forward and backward."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -24,7 +24,7 @@ def events_of(loss, inputs, reduction):
     activities = [ProfilerActivity.CPU]
     if inputs.input.is_cuda:
         activities.append(ProfilerActivity.CUDA)
-    step(loss, inputs, reduction)  # compiles
+    step(loss, inputs, reduction)  # the first call compiles
     with profile(activities=activities, record_shapes=True) as profiler:
         step(loss, inputs, reduction)
     return profiler.events()
@@ -37,7 +37,9 @@ def inside(event, outer) -> bool:
 
 
 def named(events, name):
-    """The operator's range. In eager it holds another of its name: the call on the autograd key and the one beneath."""
+    """The operator's range. In eager mode it contains a second range of the same name: the outer one is the call on the
+    autograd key, the inner one the call below autograd.
+    """
     found = [event for event in events if event.name == name]
     outermost = [event for event in found if not any(inside(event, other) for other in found if other is not event)]
     assert len(outermost) == 1, f"{name}: {len(outermost)} ranges"
@@ -47,7 +49,7 @@ def named(events, name):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("reduction", OPERATORS)
 def test_each_operator_is_a_range_that_holds_its_work(device, reduction, compiled):
-    # aot_eager: what inductor generates calls the same operators, and takes seconds longer to compile
+    # aot_eager instead of inductor, whose code calls the same operators and takes seconds longer to compile
     loss = torch.compile(flce_ops.linear_cross_entropy, backend="aot_eager") if compiled else None
     events = events_of(loss or flce_ops.linear_cross_entropy, make_inputs((40, 11, 31), device=device), reduction)
     for name in OPERATORS[reduction]:

@@ -10,12 +10,12 @@ drawn, and shrunk, by hypothesis.
     problem.py   a case's tensors, and the graph from its leaves to the arguments of the function
     oracle.py    the same functions on dense logits
     ours.py      the functions and modules of the package
-    run.py       outputs, first and second derivatives of either
-    judge.py     whether ours are as near to the float64 result as plain torch's
+    run.py       outputs, first and second derivatives of both
+    judge.py     whether the package's results are as close to the float64 result as plain torch's
     exact.py     what must hold exactly
-    report.py    many cases: those that fail by likely cause, the first of each reduced
+    report.py    runs many cases, groups failures by likely cause, and reduces the first of each group
     triton_on_cpu.py   the Triton kernels in place of the ATen ones, in Triton's interpreter
 
-Each case runs three times along one graph: ours, plain torch in the same dtypes (the yardstick), plain torch in float64
-(the truth, of the same rounded leaves).
+Each case runs three times along one graph: with this package, with plain torch in the same dtypes (the yardstick), and
+with plain torch in float64 on the same rounded leaves (the truth).
 """

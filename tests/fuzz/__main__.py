@@ -20,9 +20,9 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="also write the report here")
     arguments = parser.parse_args()
     if arguments.device == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        os.environ["TRITON_INTERPRET"] = "1"  # must be set before triton is imported
     warnings.simplefilter("ignore")  # nan and overflow are part of the cases
-    os.environ["PYTHONWARNINGS"] = "ignore"  # the workers'
+    os.environ["PYTHONWARNINGS"] = "ignore"  # for the workers
 
     from tests.fuzz import report
 

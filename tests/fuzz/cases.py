@@ -1,4 +1,4 @@
-"""What a case is. It has no tensors: its seed makes them (problem.py)."""
+"""The description of a case. It has no tensors; problem.py makes them from its seed."""
 
 from dataclasses import dataclass, fields
 
@@ -9,11 +9,11 @@ FUNCTIONS = (
 )
 LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded", "repeated")
 
-# How derivatives are asked for. The others are for ours only: plain torch takes "grad" in their place.
+# How derivatives are taken. Only this package uses the others; plain torch uses "grad" in their place.
 SECOND_ORDER = ("create_graph", "func_twice", "hvp")
 REFUSED = ("forward_mode", "third")
 SPARSE_MODES = ("backward", "grad", "retain_graph", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")
-BUFFER_MODES = (  # of main_grad; "zeroed": the buffer, between forward and backward
+BUFFER_MODES = (  # of main_grad; "zeroed": the buffer is zeroed between forward and backward
     *("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks"),
     *("two_forwards", "two_backwards", "zeroed"),
     *("compile_aot", "compile_two_forwards", "compile_two_backwards", "compile_zeroed"),
@@ -33,15 +33,15 @@ RELATIONS = (
     "tied",  # input = tanh(weight[ids])
     "same",  # input is weight
     "trunk",  # input passes through a layer made of weight
-    "inner weight",  # weight is no leaf
+    "inner weight",  # weight is not a leaf
     "bias of weight",
     "token_weight of weight",
     "token_weight of input",
-    "token_weight of losses",  # which a first call of the function made
+    "token_weight of losses",  # the token weights are losses of an earlier call of the function
     "normalizer of token_weight",
     "normalizer of input",
-    "class_weight of weight",  # detached
-    "penalty",  # the objective uses input and weight once more
+    "class_weight of weight",  # class weights made from the detached weight
+    "penalty",  # the objective uses input and weight a second time
     "two calls",
 )
 
@@ -52,7 +52,7 @@ ARGMAX_METRICS = ("argmax", "is_top1", "token_accuracy")
 
 @dataclass(frozen=True)
 class Case:
-    """The defaults are the plainest case; a failure is reduced towards them."""
+    """The defaults are the simplest case. A failing case is reduced towards them."""
 
     seed: int = 0
     function: str = "cross_entropy"
@@ -62,20 +62,20 @@ class Case:
     V: int = 11
     dtype: str = "float32"
     autocast: str = ""
-    half_input: bool = False  # under autocast: input in the autocast dtype, the parameters in float32
+    half_input: bool = False  # under autocast: input is in the autocast dtype, the parameters are in float32
     relations: tuple[str, ...] = ()
     wants: tuple[str, ...] = ("input", "weight")
-    views: tuple[str, ...] = ()  # whose leaf is the larger tensor they are a part of
+    views: tuple[str, ...] = ()  # arguments that are a view into a larger leaf
     input_layout: str = "rows"
     weight_layout: str = "rows"
-    vector_layout: str = "rows"  # of what has an entry per class or token
+    vector_layout: str = "rows"  # layout of vectors with an entry per class or token
     transposed_tokens: bool = False
     data: str = "zipf"
     targets: str = "likely"
     ignored: float = 0.0
     ignore_index: int = -100
     int32: bool = False
-    poison: str = ""  # what the hidden states of ignored tokens hold
+    poison: str = ""  # what the hidden states of ignored tokens contain
     cotangent: str = "ones"
     factor: float = 1.0
     reduction: str = "mean"
@@ -88,7 +88,7 @@ class Case:
     logit_scale: float = 1.0
     temperature: float = 1.0
     z_loss: float = 0.0
-    learnt: str = ""  # an option given as a tensor that wants a gradient
+    learnt: str = ""  # an option that is given as a tensor that needs a gradient
     entropy: bool = False
     argmax: bool = False
     kind: str = "forward"
@@ -97,9 +97,10 @@ class Case:
     teacher_scale: float | None = None
     teacher_softcap: float | None = None
     E: int = 4
-    topk: int = 0  # classes of a token, with target_weight; 0 for one class
+    topk: int = 0  # classes of a token, with target_weight; 0 for a single class
     tail: bool = False
-    metrics: tuple[str, ...] = ()  # names of return_metrics; of the function "metrics" none is True
+    # names of return_metrics; if function is "metrics" and there are no names, it is True
+    metrics: tuple[str, ...] = ()
     shift: bool = False
     objective: str = "ppo"
     clip_low: float = 0.2
@@ -107,9 +108,9 @@ class Case:
     dual_clip: float | None = None
     kl_factor: float = 0.0
     kl_estimator: str = "k3"
-    on_policy: bool = False  # no old log-probabilities
+    on_policy: bool = False  # on-policy: without old log-probabilities
     rank: int = 1
-    frozen: bool = False  # the head beside a low-rank pair
+    frozen: bool = False  # whether the head beside a low-rank pair is frozen
     sparse: str = ""  # gradient_mode, with a gradient_threshold
     threshold: float = 2.0**-6
     class_order: bool = False  # gradient_class_order, a permutation
@@ -118,8 +119,8 @@ class Case:
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several
     recompute: bool = True  # whether a small workspace of the Triton path may recompute
-    handed_over: bool = False  # logits that may be overwritten
-    uninitialized: bool = False  # torch.empty is filled with nan
+    handed_over: bool = False  # the logits may be overwritten
+    uninitialized: bool = False  # fill torch.empty with nan
 
     @property
     def count(self) -> int:
@@ -129,6 +130,6 @@ class Case:
         return count
 
     def __str__(self) -> str:
-        """What differs from the plainest case."""
+        """What differs from the simplest case."""
         changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
         return ", ".join(changed)

@@ -1,4 +1,4 @@
-"""Which arguments go together: the nearest case that means something, and the cases one step nearer to the plainest."""
+"""Which arguments go together: the nearest meaningful case, and the cases one step closer to the simplest."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -12,7 +12,7 @@ MODULES = ("head", "loss_module", "low_rank")  # which take no DTensors by thems
 
 
 def consistent(case: Case) -> Case:
-    """The nearest case that means something."""
+    """Returns the nearest case that makes sense."""
     case = with_its_options(case)
     relations = possible_relations(case)
     new: dict = {"relations": tuple(sorted(relations))}
@@ -24,14 +24,15 @@ def consistent(case: Case) -> Case:
         new["token_weight"] = "uniform"
     if "same" in relations:
         new["tokens"] = (case.V,)
-    spread = case.mode == "vmap" or case.function == "given_logits"  # plain torch's head multiplies it by 0
+    # here plain torch multiplies the ignored rows by 0, which leaves their nan
+    spread = case.mode == "vmap" or case.function == "given_logits"
     if relations or case.input_layout == "repeated" or case.teacher == "student" or spread:
-        new["poison"] = ""  # it would not stay in its row
+        new["poison"] = ""  # the poison would not stay in its row
     return replace(case, **new)
 
 
 def with_its_options(case: Case) -> Case:
-    """Without those that the function or the mode does not have."""
+    """Drops options that the function or the mode does not have."""
     new: dict = {}
     if case.mode == "vmap":
         new |= {"reduction": "none", "tokens": case.tokens or (3,)}
@@ -43,12 +44,13 @@ def with_its_options(case: Case) -> Case:
     if new.get("reduction", case.reduction) == "none":
         new["normalizer"] = ""
     if case.function == "policy" and case.normalizer == "zero":
-        new["normalizer"] = ""  # times the slope 0 of a clipped token
+        new["normalizer"] = ""  # the normalizer would be multiplied by the slope 0 of a clipped token
     infinite = case.function == "kl_div" or (case.learnt and case.label_smoothing)
     if case.bias == "-inf" and (case.logit_scale <= 0.0 or infinite):
-        new["bias"] = "normal"  # inf logits; 0 log 0 of either distribution; an infinite loss and derivative by a scale
+        # infinite logits lead to 0 log 0 in either distribution, and to infinite losses times a scale
+        new["bias"] = "normal"
     if case.bias == "-inf" and case.mode in ("vmap", "func", "func_twice") and case.token_weight == "some zero":
-        new["token_weight"] = "uniform"  # documented: 0 times the inf of label smoothing
+        new["token_weight"] = "uniform"  # documented: a token weight of 0 times the inf of label smoothing
     if case.function in ("head", "loss_module"):
         new["temperature"] = 1.0
     if case.function == "kl_div" and case.dtype == "float64" and case.data == "huge":
@@ -64,14 +66,14 @@ def with_its_options(case: Case) -> Case:
     elif case.learnt == "z_loss":
         new["z_loss"] = case.z_loss or 0.01
     elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
-        new["teacher_scale"] = 1.0  # the teacher's may not be learnt
+        new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
     if case.teacher in ("probs", "sparse probs"):
-        new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they are of the teacher's logits
+        new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they apply to the teacher's logits
     return replace(case, **new)
 
 
 def newer_options(case: Case) -> dict:
-    """Which of them the function and the mode have, and what they do not go with."""
+    """The options that the function and the mode have, and the combinations that are not allowed."""
     new: dict = {}
     if case.function not in ("cross_entropy", "metrics", "log_probs"):
         new["topk"] = 0
@@ -86,9 +88,9 @@ def newer_options(case: Case) -> dict:
     if topk and case.function == "metrics":
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
     if topk or case.label_smoothing:
-        new["V"] = max(case.V, 2)  # of one class the gradient is a rounding of 0
+        new["V"] = max(case.V, 2)  # with one class the gradient is 0 up to rounding
     if case.function == "low_rank":
-        new["poison"] = ""  # the pair's features would have to hold it too
+        new["poison"] = ""  # the pair's features would have to be poisoned too
     special = case.function == "cross_entropy" and not topk
     if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
         new["sparse"] = ""
@@ -109,7 +111,7 @@ def can_be_learnt(case: Case) -> bool:
     if case.sparse or case.function == "low_rank":
         return False
     if case.mode.startswith("compile") and (case.learnt in ("softcap", "z_loss") or case.softcap is not None):
-        return False  # Dynamo wraps the refusal
+        return False  # Dynamo wraps the error
     if case.learnt == "z_loss":
         return case.function in ("cross_entropy", "metrics")
     if case.learnt == "temperature":
@@ -119,7 +121,7 @@ def can_be_learnt(case: Case) -> bool:
 
 def possible_relations(case: Case) -> set[str]:
     kept = set(case.relations)
-    if case.function == "policy":  # the old log-probabilities are those of the leaves
+    if case.function == "policy":  # the old log-probabilities are computed from the leaves
         kept &= {"penalty", "two calls", "token_weight of input", "token_weight of weight", "normalizer of input"}
         kept |= {"normalizer of token_weight"} & set(case.relations)
     if case.function == "low_rank":
@@ -144,13 +146,13 @@ def possible_relations(case: Case) -> set[str]:
         kept -= {"two calls"}
         if case.mode.startswith("compile"):  # Dynamo reads the index of weight[class]
             kept -= {"token_weight of weight"}
-    for name in ("token_weight", "normalizer"):  # of one thing only
+    for name in ("token_weight", "normalizer"):  # each depends on one tensor only
         kept -= set([relation for relation in sorted(kept) if relation.startswith(f"{name} of")][1:])
     return kept
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases one step nearer to the plainest."""
+    """Yields cases that are one step closer to the simplest."""
     for candidate in changes(case):
         candidate = consistent(candidate)
         if candidate != case:

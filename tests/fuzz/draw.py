@@ -14,8 +14,9 @@ from tests.fuzz.consistent import consistent
 
 # D hidden, V vocabulary, E hidden of the teacher
 
-# A Triton kernel compiles for seconds, anew for every dtype, option and divisibility by 16 of D, V, strides, addresses.
-# On CUDA half operands therefore come in families that share all that; a process takes whole families (report.py).
+# A Triton kernel takes seconds to compile, and is compiled again for every dtype, option and divisibility by 16 of D,
+# V, strides and addresses. On CUDA, cases in half precision therefore come in families that share all of these, and a
+# process takes whole families (report.py).
 FAMILIES = 24
 
 
@@ -34,14 +35,14 @@ def drawn_by(free: Random, device: str, seed: int = 0, index: int = 0) -> Case:
             case = replace(case, dtype=free.choice(["float32", "float64"]))
         else:
             fixed = Random(f"{seed}:family {family}")
-    elif device == "interpreter":  # its bfloat16 products are wrong
+    elif device == "interpreter":  # the interpreter's bfloat16 products are wrong
         case = replace(case, dtype=choose(free, {"float32": 3, "float16": 2}))
     else:
         case = replace(case, dtype=choose(free, {"float32": 4, "float64": 3, "bfloat16": 2, "float16": 2}))
     for step in (function, shapes, flags, layouts, relations, cuts):
         case = replace(case, **step(fixed, case))
     case = replace(case, **newer(fixed, case))
-    if device != "cpu" and case.sparse:  # of so few classes an unbiased one is the exact gradient there
+    if device != "cpu" and case.sparse:  # with so few classes, an unbiased sparse gradient is the exact gradient there
         case = replace(case, sparse="drop")
     for step in (tokens, numbers, data, derivatives):
         case = replace(case, **step(free, case))
@@ -65,7 +66,7 @@ PRIMES = [n for n in range(2, 300) if all(n % k for k in range(2, int(n**0.5) + 
 
 
 def size(random: Random, largest: int) -> int:
-    """Primes, multiples of 8 and anything; small ones more often."""
+    """A prime, a multiple of 8 or any number; small ones are more likely."""
     largest = max(8, int(largest * random.random()))
     pool = choose(random, {"prime": 4, "multiple": 2, "any": 4})
     if pool == "prime":
@@ -108,7 +109,7 @@ def tokens(random: Random, case: Case) -> dict:
 
 
 def flags(random: Random, case: Case) -> dict:
-    """Which options there are."""
+    """Which options are given."""
     new: dict = {
         "bias": choose(random, {"": 6, "normal": 4, "large": 0.3, "-inf": 0.3}),
         "softcap": maybe(random, 0.2, 5.0, None),
@@ -138,7 +139,7 @@ def flags(random: Random, case: Case) -> dict:
 
 
 def newer(random: Random, case: Case) -> dict:
-    """Which of the arguments that few functions have."""
+    """Arguments that few functions have."""
     new: dict = {"shift": random.random() < 0.15, "rank": random.randint(1, 9), "frozen": random.random() < 0.6}
     topk = maybe(random, 0.25, random.randint(1, 12), 0)
     if case.function in ("cross_entropy", "metrics", "log_probs"):
@@ -167,7 +168,7 @@ def newer(random: Random, case: Case) -> dict:
 
 
 def numbers(random: Random, case: Case) -> dict:
-    """What is a tensor to the kernels."""
+    """Options that are tensors in the kernels."""
     scaled = case.logit_scale != 1.0
     return {
         "reduction": choose(random, {"mean": 5, "sum": 3, "none": 3}),

@@ -1,4 +1,4 @@
-"""What must hold exactly: constants of a call, and where results are not finite."""
+"""What must hold exactly: a call's constant results, and the places where results are not finite."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.fuzz.run import DIFFERENTIABLE
 class Failure:
     what: str  # the result's name, or "raises"
     how: str
-    ratio: float = math.inf  # error over what is allowed
+    ratio: float = math.inf  # error divided by the allowed error
 
 
 def check_constants(problem: Problem, found: Tensors, plain: Tensors, truth: Tensors) -> Iterator[Failure]:
@@ -56,15 +56,15 @@ def right_of(found: Tensors, target: Tensor, ignored: Tensor) -> Tensor:
 
 
 def pattern(problem: Problem, name: str, found: Tensor, plain: Tensor, truth: Tensor) -> str:
-    """What is not finite, or should not be; "" if nothing is wrong."""
+    """Describes wrong places of nan and inf; "" if all are right."""
     finite = truth.isfinite() & plain.isfinite()
     size = truth.abs()
     # a sum over chunks, or of tensors in the dtype, whose entries may cancel
     if " of " in name and name != "grad of input" and size.numel():
         size = size.nan_to_num(math.inf).max()
-    finite &= size < torch.finfo(found.dtype).max / 4  # near overflow either is right
+    finite &= size < torch.finfo(found.dtype).max / 4  # near overflow both results are right
     odd = ~truth.isfinite()
-    # torch's own bfloat16 product on a CPU takes a row of nan into the row before it
+    # on a CPU, torch's own bfloat16 product spreads a row of nan to the row before it
     spread = problem.torch_device == "cpu" and problem.arithmetic_dtype() == torch.bfloat16 and odd.any()
     if not (spread or found[finite].isfinite().all()):
         return "not finite"
@@ -76,9 +76,9 @@ def pattern(problem: Problem, name: str, found: Tensor, plain: Tensor, truth: Te
             for other in (truth, plain)
         ]
         return "" if any(same) else f"{kinds(found[odd])} for {kinds(truth[odd])}"
-    # which of nan and the infinities a sum of them gives depends on its order; an exponential that float64 keeps may be
-    # 0 in the dtype, and is in plain torch's, too, then
-    # documented: the Triton kernels make 0 of what is below the threshold, whatever the token's factor is
+    # Whether a sum of nan and infinities is nan or infinite depends on its order. And an exponential that float64 can
+    # represent may be 0 in the dtype; then it is 0 in plain torch, too. Documented: the Triton kernels return 0 for
+    # what is below the threshold, whatever the token's factor is.
     case = problem.case
     dropped = case.sparse and problem.device != "cpu" and (case.class_weight or case.normalizer == "zero")
     if not dropped and found[odd & ~plain.isfinite()].isfinite().any():

@@ -1,4 +1,4 @@
-"""Whether our numbers are as near to the truth as plain torch's.
+"""Whether this package's numbers are as close to the truth as plain torch's.
 
     1.  error(ours) <= SLACK error(plain) + ROUNDINGS unit ||truth||                              most cases end here
     2.  error(ours) <= SLACK max over neighbours of error(plain) + ROUNDINGS unit ||truth||
@@ -6,11 +6,12 @@
     3.  the median of error(ours) over the neighbours passes 2
 
 One draw of plain torch's rounding is a poor yardstick: it may be exact by luck, or because a gradient cancels. So a
-case that fails the first line is judged by its neighbours (leaves moved by 2^-11, or a unit in the last place of half:
-less leaves 1 - p of a sure token rounded the same way in all of them) and by the natural
-size of a result, that of other draws of the case whose targets are not learnt, in units of the accumulation dtype.
+case that fails the first line is judged by two other measures. One is its neighbours: the same case with leaves moved
+by 2^-11, or by a unit in the last place of half. (A smaller step would round 1 - p of a sure token the same way in all
+neighbours.) The other is the natural size of a result, in units of the accumulation dtype: the size in other draws of
+the case whose targets are not learnt.
 
-float64 has no yardstick: it is here for formulas, float32 for rounding.
+float64 has no yardstick: it tests formulas, and float32 tests rounding.
 """
 
 import math
@@ -31,24 +32,25 @@ from tests.fuzz.exact import Failure, check_constants, pattern
 from tests.fuzz.problem import Problem, Tensors
 from tests.fuzz.run import run_oracle, run_ours
 
-# Ours is one more draw of nearly the same distribution: other orders of sums, a rounding or two more or less.
+# This package's result is one more draw of nearly the same distribution, with sums in another order and a rounding or
+# two more or fewer.
 SLACK = 3.0
 # A result is rounded once, and its terms once or twice before they are added up.
 ROUNDINGS = 4.0
 ROUNDINGS_FLOAT64 = 2.0**22  # 5e-10: logits of 2000 and sums of hundreds of products that nearly cancel, in any order
-# A term that cancels is the end of some ten operations of the accumulation dtype.
+# A term that cancels is the result of about ten operations in the accumulation dtype.
 ROUNDINGS_OF_TERMS = 16.0
 NEIGHBOURS = 8
 NATURAL_DRAWS = 2
 ROWS_OF_SHORT_CHUNKS = 4
-ROWS_OF_SHORT_TRITON_CHUNKS = 16  # what tl.dot takes at least
+ROWS_OF_SHORT_TRITON_CHUNKS = 16  # the smallest number of rows that tl.dot takes
 
 
 @dataclass(frozen=True)
 class Verdict:
     failures: list[Failure] = field(default_factory=list)
     refused: bool = False  # by name, as documented
-    second_line: bool = False  # the neighbours were asked
+    second_line: bool = False  # whether the neighbours were computed
 
 
 def examine(case: Case, device: str) -> Verdict:
@@ -64,7 +66,8 @@ def examine(case: Case, device: str) -> Verdict:
         message = str(error).strip().splitlines() or [""]
         return Verdict([Failure("raises", f"{type(error).__name__}: {message[0][:160]}")])
     if case.mode == "forward_mode":
-        factors = set(problem.wanted) <= {"token_weight", "normalizer"}  # of the losses, in ordinary ATen
+        # factors of the losses, applied by ordinary ATen
+        factors = set(problem.wanted) <= {"token_weight", "normalizer"}
         return Verdict([] if factors else [Failure("forward mode", "not refused")])
     plain, truth = run_oracle(problem), run_oracle(problem, torch.float64)
     found, plain, truth = on_the_host(found, plain, truth)
@@ -102,20 +105,20 @@ def surroundings(case: Case, device: str) -> Iterator[None]:
 
 
 def constants_of_chunking(case: Case, device: str) -> list[tuple[object, str, int]]:
-    """So that a few tokens take the paths of many."""
+    """Changes constants so that a few tokens take the paths of many."""
     found: list[tuple[object, str, int]] = []
-    if case.short_chunks and device != "cuda":  # where cuBLAS adds up sums of few rows in half
+    if case.short_chunks and device != "cuda":  # on CUDA, cuBLAS sums products of few rows in half
         found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
     from flce_ops.triton.steps import backward, chunking, chunks, forward, one_pass_step, overlay
 
-    for remembered in (chunking.best_chunking, chunking.fewest_steps):  # of cases with other constants
+    for remembered in (chunking.best_chunking, chunking.fewest_steps):  # clear what was cached with other constants
         remembered.cache_clear()
     if case.short_chunks:
         modules = (backward, chunks, chunking, forward, one_pass_step)
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
-        if device == "interpreter":  # the tiles of its logits are 128 wide
+        if device == "interpreter":  # the tiles of the interpreter's logits are 128 wide
             found += [(module, "BLOCK_V", 128) for module in (overlay, backward)]
     if not case.recompute:
         found.append((chunking, "RECOMPUTE_BELOW", 0))
@@ -142,7 +145,7 @@ def refusal_is_documented(case: Case, error: Exception) -> bool:
 
 
 def on_the_host(*results: Tensors) -> list[Tensors]:
-    """One copy for all of them: the only time that the host waits for the device."""
+    """Copies all of them at once; the host waits for the device only here."""
     tensors = [tensor for result in results for tensor in result.values()]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(results)
@@ -159,7 +162,7 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def smallest(tensor: Tensor, dtype: torch.dtype) -> float:
-    """What the results' underflow amounts to, in norm."""
+    """The norm of what is lost to underflow in the results."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * math.sqrt(max(tensor.numel(), 1))
 
 
@@ -168,7 +171,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def error_of(found: Tensor, truth: Tensor) -> float:
-    """Of what is finite in both: `pattern` has the rest."""
+    """The error over entries that are finite in both; `pattern` checks the others."""
     return norm(found.double() - truth)
 
 
@@ -177,7 +180,7 @@ def roundings(dtype: torch.dtype) -> float:
 
 
 def near(found: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
-    """The first line."""
+    """The first line of the criterion above."""
     allowed = SLACK * error_of(plain, truth) + roundings(dtype) * unit(found.dtype) * norm(truth)
     return error_of(found, truth) <= allowed + smallest(found, found.dtype)
 
@@ -197,7 +200,7 @@ def second_line(
         rounding = roundings(problem.dtype) * unit(own) * norm(truth[name])
         rounding += max(roundings(problem.dtype), ROUNDINGS_OF_TERMS) * unit(fine) * size * rounding_of_logits(problem)
         if any((b[name].isfinite() & ~a[name].isfinite()).any() for a, b in zip([plain, *theirs], [truth, *exact])):
-            # plain torch's sum overflows its dtype and is no yardstick
+            # plain torch's sum overflows its dtype, so it is no yardstick
             rounding += ROUNDINGS * unit(problem.arithmetic_dtype()) * (norm(truth[name]) + size)
         if name in ("entropy", "metric entropy"):  # documented: a difference of two numbers near lse
             lse = truth["lse"] if "lse" in truth else truth["logits"].logsumexp(-1)
@@ -221,16 +224,16 @@ def second_line(
 
 
 def on_triton(problem: Problem) -> bool:
-    """In the interpreter float32 stands in for bfloat16; given logits take the kernels in float32, too."""
+    """In the interpreter float32 stands in for bfloat16. Given logits take the kernels in float32, too."""
     of_kernels = [torch.bfloat16, torch.float16] + [torch.float32] * (problem.case.function == "given_logits")
     return problem.device == "interpreter" or (problem.device == "cuda" and problem.arithmetic_dtype() in of_kernels)
 
 
 def rounding_of_logits(problem: Problem) -> float:
-    """Units by which the Triton kernels' logits differ: the target's comes from a dot product of its own.
+    """The difference, in units, of the Triton kernels' logits: the target's logit comes from its own dot product.
 
-    In nats that is a float32 unit of the logits' size; plain torch's logits of half operands are off by thousands.
-    Documented: backward's logits differ from forward's too, where a hook returned another layout.
+    In nats it is one float32 unit of the logits' size. Plain torch's logits of half operands are off by thousands of
+    such units. Documented: backward's logits differ from forward's, too, if a hook returned another layout.
     """
     sizes = {"large": 100.0, "huge": 2000.0, "shifted": 1000.0}
     differ = on_triton(problem) or problem.case.mode == "saved_tensor_hooks"
@@ -238,10 +241,10 @@ def rounding_of_logits(problem: Problem) -> float:
 
 
 def natural_sizes(problem: Problem) -> dict[str, float]:
-    """Root mean square of every result of ordinary draws: targets that are not learnt, rows that differ.
+    """The root mean square of every result in ordinary draws, whose targets are not learnt and whose rows differ.
 
-    Where all draws of the data are saturated, second derivatives vanish in all of them, and float64's truth is not
-    better than ours: for those one draw has logits of usual size.
+    If all draws of the data are saturated, second derivatives vanish in all of them, and float64 is no better than this
+    package. For these, one draw has logits of the usual size.
     """
     sizes: dict[str, float] = {}
     unsaturated = problem.dtype == torch.float64 or on_triton(problem)
@@ -278,7 +281,7 @@ def ordinary_draws(case: Case) -> Iterator[Case]:
 
 
 def moved(problem: Problem, k: int) -> Problem:
-    """The problem with its numbers a little away: each is another draw of the roundings."""
+    """The problem with its numbers changed slightly: each k gives another draw of the roundings."""
     generator = torch.Generator().manual_seed(k)
     bases = {}
     for name, base in problem.bases.items():

@@ -1,7 +1,7 @@
-"""The functions on dense (N, V) logits in plain torch: as a user writes them, and in float64 the truth.
+"""The functions in plain torch on dense (N, V) logits, as a user writes them. In float64 they are the truth.
 
-The yardstick has the better of two habits: logits leave F.linear in the operands' dtype and are upcast at once, so that
-scale, cap and loss are computed in float32.
+Of two usual ways to write them, the yardstick is the more accurate: logits leave F.linear in the operands' dtype and
+become float32 at once, so that scale, cap and loss are computed in float32.
 """
 
 from dataclasses import replace
@@ -19,18 +19,20 @@ from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens
 
 
 def call(case: Case, at: Tensors) -> Tensors:
-    """The outputs by name."""
+    """Returns the outputs by name."""
     learnt = {case.learnt: at["learnt"]} if case.learnt else {}
     at = {**at, "target": scored_target(case, at["target"])}
     case = replace(case, shift=False)
     valid = valid_tokens(case, at["target"])
-    # what ignored rows hold does not matter, nan and infinite divergences included
+    # what ignored rows hold does not matter, even nan and infinite divergences
     at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
     scale, temperature = case.logit_scale, case.temperature
-    if case.learnt in ("logit_scale", "temperature"):  # documented: multiplied into input and bias, in their dtype
+    # documented: the scale is multiplied into input and bias, in their dtype
+    if case.learnt in ("logit_scale", "temperature"):
         factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
         at["input"] = at["input"] * factor
-        if "bias" in at:  # documented: a class that is switched off has no part in factor's gradient, 0 times -inf
+        # documented: a class with a bias of -inf has no part in the scale's gradient, which would be 0 times -inf
+        if "bias" in at:
             off = at["bias"] == -torch.inf
             at["bias"] = torch.where(off, -torch.inf, torch.where(off, 0.0, at["bias"]) * factor)
         scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
@@ -52,7 +54,7 @@ def call(case: Case, at: Tensors) -> Tensors:
             "lse": torch.where(valid, torch.logsumexp(z, -1), 0.0),
         }
         if case.entropy:
-            # p log p = 0 where a bias of -inf switches a class off
+            # p log p = 0 where a bias of -inf makes p 0
             found["entropy"] = torch.where(valid, -(log_p.exp() * log_p.masked_fill(z == -torch.inf, 0.0)).sum(-1), 0.0)
         if case.argmax:
             found["logits"] = z.detach()
@@ -60,7 +62,7 @@ def call(case: Case, at: Tensors) -> Tensors:
             found["tail"] = tail(case, log_p, counts, classes)
         return found | metrics(case, z, valid)
     if case.function == "kl_div":
-        count = valid.to(z.dtype).sum().clamp(min=1.0)  # the mean over no token is 0
+        count = valid.to(z.dtype).sum().clamp(min=1.0)  # the mean over no tokens is 0
         return {"loss": reduced(case, divergences(case, at, z, valid.unsqueeze(-1)), at, count)}
     found = {"loss": cross_entropy(case, at, z, valid, classes, learnt.get("z_loss", case.z_loss))}
     if case.function == "metrics":
@@ -69,7 +71,7 @@ def call(case: Case, at: Tensors) -> Tensors:
 
 
 def metrics(case: Case, z: Tensor, valid: Tensor) -> Tensors:
-    """Those that are sums over a row, constants."""
+    """The metrics that are sums over a row; they have no gradient."""
     z = z.detach()
     log_p, lse = F.log_softmax(z, -1), torch.logsumexp(z, -1)
     values = {
@@ -85,7 +87,9 @@ def metrics(case: Case, z: Tensor, valid: Tensor) -> Tensors:
 
 
 def tail(case: Case, log_p: Tensor, counts: Tensor, classes: Tensor) -> Tensor:
-    """The probability of the classes that are not named: its logarithm has the others' roundings times their share."""
+    """The probability of the unnamed classes. Its logarithm has the rounding errors of the named ones' probabilities
+    times their share.
+    """
     if not case.topk:
         counts, classes = counts.unsqueeze(-1), classes.unsqueeze(-1)
     named = torch.zeros_like(log_p).scatter_add(-1, classes, counts.to(log_p.dtype)) > 0.0
@@ -109,7 +113,7 @@ def policy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor) -
         estimates = {"k1": d, "k2": 0.5 * d.square(), "k3": torch.exp(-d) + d - 1.0}
         losses = losses + case.kl_factor * estimates[case.kl_estimator]
     found = {"loss": reduced(case, losses, at, valid.to(z.dtype).sum())}
-    if "token_weight" not in at:  # those of weight 0 may be left out
+    if "token_weight" not in at:  # tokens of weight 0 may be left out
         found["metric log_probs"] = torch.where(valid, log_p, 0.0).detach()
     return found
 
@@ -118,7 +122,7 @@ OF_POLICY = ("advantages", "old_log_probs", "ref_log_probs")
 
 
 def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor:
-    """Its gradient enters the operands as the mathematics of the ATen path has it, entry by entry."""
+    """Its gradient enters the operands as in the mathematics of the ATen path, entry by entry."""
     products = accumulated(F.linear(at["input"], at["weight"]))
     slopes: list[Tensor] = []
 
@@ -155,11 +159,12 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
 
 def product(at: Tensors) -> Tensor:
     z = F.linear(at["input"], at["weight"], at.get("bias"))
-    return z + F.linear(at["pair_input"], at["pair_weight"]) if "pair_input" in at else z  # as an adapter adds its own
+    # added as an adapter adds its own
+    return z + F.linear(at["pair_input"], at["pair_weight"]) if "pair_input" in at else z
 
 
 def given_logits(at: Tensors) -> Tensor:
-    """Rounded twice, as F.linear's are under torch.func but not outside of it."""
+    """Logits that are rounded twice, as F.linear's are under torch.func but not outside."""
     z = F.linear(at["input"], at["weight"])
     return z + at["bias"].to(z.dtype) if "bias" in at else z
 
@@ -172,7 +177,7 @@ def activated(u: Tensor, scale: Tensor | float, cap: Tensor | float | None) -> T
 
 
 def exact_tanh(y: Tensor) -> Tensor:
-    """tanh whose slope, made by autograd, keeps its digits where it is small; torch's 1 - tanh^2 is a difference."""
+    """tanh whose slope by autograd keeps its digits where it is small. torch's slope is the difference 1 - tanh^2."""
     size = torch.where(y >= 0.0, y, -y)
     exponential = torch.exp(-2.0 * size)
     far = torch.where(y >= 0.0, 1.0, -1.0) * (1.0 - exponential) / (1.0 + exponential)
@@ -194,18 +199,20 @@ def cross_entropy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Te
     if class_weight is None:
         return reduced(case, losses, at, valid.to(z.dtype).sum())
     count = torch.where(valid, class_weight[classes], 0.0).sum()
-    # F.cross_entropy's mean over class weights of 0 is nan, whatever the z-loss of those tokens is
+    # F.cross_entropy's mean is nan if all class weights are 0, whatever the z-loss of these tokens is
     return reduced(case, losses, at, torch.where(count == 0.0, torch.nan, count))
 
 
 def soft_losses(
     case: Case, at: Tensors, z: Tensor, classes: Tensor, class_weight: Tensor | None, z_loss: Tensor | float
 ) -> Tensor:
-    lse, log_p = torch.logsumexp(z, -1), F.log_softmax(z, -1)  # as lse - z, p would have the roundings of lse
+    # log_softmax, because p from lse - z would have the rounding errors of lse
+    lse, log_p = torch.logsumexp(z, -1), F.log_softmax(z, -1)
     counts = at["target"] != case.ignore_index
     q = torch.where(counts, at["target_weight"], 0.0).to(z.dtype)
     q = q if class_weight is None else q * class_weight[classes]
-    of_topk = torch.where(counts, log_p.gather(-1, classes), 0.0)  # that class 0 is switched off is nothing to them
+    # a bias of -inf for class 0, the stand-in, must not matter here
+    of_topk = torch.where(counts, log_p.gather(-1, classes), 0.0)
     losses = -(1.0 - case.label_smoothing) * (q * of_topk).sum(-1)
     if case.label_smoothing:
         below = log_p if class_weight is None else class_weight * log_p
@@ -214,12 +221,12 @@ def soft_losses(
 
 
 def reduced(case: Case, losses: Tensor, at: Tensors, count: Tensor) -> Tensor:
-    """Tokens that are ignored are left out before anything is multiplied, so that what they hold does not matter."""
+    """Leaves out ignored tokens before any multiplication, so that their contents do not matter."""
     valid = valid_tokens(case, at["target"])
     losses = torch.where(valid, losses, 0.0)
     if "token_weight" in at:
         weight = at["token_weight"]
-        if not weight.requires_grad:  # those of weight 0 are left out, infinite losses too
+        if not weight.requires_grad:  # leaves out tokens of weight 0, also with infinite losses
             losses = torch.where((weight == 0.0) & ~losses.isfinite(), 0.0, losses)
         losses = losses * torch.where(valid, weight, 0.0)
     if case.reduction == "none":
@@ -235,7 +242,7 @@ def normalizer_of(case: Case, at: Tensors) -> Tensor | float:
 
 
 def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
-    """The sums of the definition, terms of probability 0 left out, the mixture in log space."""
+    """The sums of the definition, without terms of probability 0, with the mixture in log space."""
     log_q = F.log_softmax(z, -1)
     if "teacher_probs" in at:
         log_p = accumulated(at["teacher_probs"]).to(log_q.dtype).log()
@@ -243,12 +250,13 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
         scale = case.logit_scale if case.teacher_scale is None else case.teacher_scale
         teacher = activated(F.linear(at["teacher_input"], at["teacher_weight"]), scale, case.teacher_softcap)
         log_p = F.log_softmax(teacher / case.temperature, -1).to(log_q.dtype)
-    if "token_weight" in at and not at["token_weight"].requires_grad:  # those of weight 0 are left out, nan slopes too
+    # leaves out tokens of weight 0, also with nan slopes
+    if "token_weight" in at and not at["token_weight"].requires_grad:
         valid = valid & (at["token_weight"] != 0.0).unsqueeze(-1)
     log_p = torch.where(valid, log_p, log_q.detach())
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        present = log_a.exp() > 0.0  # what underflows is 0 too
+        present = log_a.exp() > 0.0  # a probability that underflows is 0 too
         return torch.where(present, log_a.exp() * torch.where(present, log_a - log_b, 0.0), 0.0).sum(-1)
 
     if case.kind in ("tv", "nla"):

@@ -21,7 +21,7 @@ MODULES = {"head": flce_ops.LinearCrossEntropyHead, "loss_module": flce_ops.Line
 
 
 class Ours:
-    """The outputs by name, as oracle.call has them."""
+    """Returns the outputs by name, as oracle.call does."""
 
     def __init__(self, case: Case) -> None:
         self.module = None

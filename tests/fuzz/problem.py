@@ -1,8 +1,8 @@
-"""A case's tensors, and the graph from its leaves to the arguments of the function, the same for ours and the oracle.
+"""A case's tensors, and the graph from its leaves to the function's arguments, which this package and the oracle share.
 
 Problem.bases     name -> values in their memory layout, on the CPU first, then on the case's device
-leaves(dtype)     new tensors of those values; those that are wanted require a gradient
-arguments(leaves) what the function is given: views of leaves, and what is made of other arguments
+    leaves(dtype)     new tensors of these values; those of `wanted` require a gradient
+    arguments(leaves) what the function is given: views of leaves, and tensors made from other arguments
 """
 
 import math
@@ -21,7 +21,7 @@ from tests.fuzz.cases import Case
 Tensors = dict[str, Tensor]
 View = Callable[[Tensor], Tensor]
 
-LOG_RATIOS = (-0.7, -0.15, 0.12, 0.6, 1.6)  # of a policy: away from the logarithms of its bounds
+LOG_RATIOS = (-0.7, -0.15, 0.12, 0.6, 1.6)  # of a policy: not near the logarithms of its bounds
 LOGITS = {"large": 100.0, "huge": 2000.0}  # the largest magnitude
 VECTORS = ("bias", "class_weight", "token_weight", "target")
 
@@ -29,7 +29,7 @@ VECTORS = ("bias", "class_weight", "token_weight", "target")
 class Problem:
     def __init__(self, case: Case, device: str) -> None:
         self.case = case
-        self.device = device  # "interpreter" is the CPU's
+        self.device = device  # "interpreter" is the CPU
         self.torch_device = "cuda" if device == "cuda" else "cpu"
         self.dtype = getattr(torch, case.dtype)
         plain = {"function": "cross_entropy", "sparse": "", "class_order": False, "main_grad": "", "metrics": ()}
@@ -42,7 +42,7 @@ class Problem:
         self.bases = {name: base.to(self.torch_device) for name, base in self.bases.items() if name not in absent}
         floating = [name for name, base in self.bases.items() if base.is_floating_point()]
         self.wanted = [name for name in (*case.wants, "learnt") if name in floating]
-        if not self.wanted:  # no bias or token weights to want a gradient for
+        if not self.wanted:  # there may be no bias or token weights that could need a gradient
             self.wanted = [name for name in ("input", "weight") if name in floating]
         for name in self.wanted:
             self.bases[f"projection of {name}"] = self.eighths(self.leaf_shape(name)).to(self.torch_device)
@@ -64,7 +64,7 @@ class Problem:
         return torch.rand(shape, generator=self.generator)
 
     def eighths(self, shape: tuple[int, ...]) -> Tensor:
-        """In [-1, 1] and exact in every dtype."""
+        """Numbers in [-1, 1] that are exact in every dtype."""
         return torch.randint(-8, 9, shape, generator=self.generator) / 8.0
 
     def make_values(self) -> None:
@@ -73,7 +73,7 @@ class Problem:
         tokens = case.tokens
         target = self.targets(input, weight).to(torch.int32 if case.int32 else torch.int64)
         self.put("target", target.reshape((*tokens, *target.shape[1:])), case.vector_layout, None, of_tokens=True)
-        target = self.views["target"](self.bases["target"])  # an expanded one is another
+        target = self.views["target"](self.bases["target"])  # an expanded target differs from the drawn one
         if case.topk:
             self.make_topk(target)
         ignored = ~valid_tokens(case, target)
@@ -144,14 +144,14 @@ class Problem:
             input *= LOGITS[case.data] / (input @ weight.T).abs().max().clamp(min=1e-3)
         elif case.data == "tiny":
             input, weight = input * 1e-3, weight * 1e-2
-        elif case.data == "shifted":  # all logits of a row near one large number
+        elif case.data == "shifted":  # all logits of a row are near one large number
             common = self.normal(D)
             input, weight = input + 3.0 * common, weight + 3.0 * common
         return input.to(self.dtype).float(), weight.to(self.dtype).float()
 
     def targets(self, input: Tensor, weight: Tensor) -> Tensor:  # (N,)
         case, N, V = self.case, self.case.count, self.case.V
-        if case.topk:  # classes that a token names twice are among them
+        if case.topk:  # a token may name a class twice
             target = torch.randint(V, (N, case.topk), generator=self.generator)
             target[self.uniform(N, case.topk) < 0.15] = case.ignore_index
         elif case.targets == "uniform":
@@ -167,7 +167,7 @@ class Problem:
         return target
 
     def make_topk(self, target: Tensor) -> None:  # (..., K)
-        """Weights that do not add up to 1, some 0, and what is not to be read."""
+        """Weights whose sum is not 1, some of them 0, and entries that must not be read."""
         weight = self.uniform(*target.shape) * (self.uniform(*target.shape[:-1], 1) + 0.1)
         weight[self.uniform(*target.shape) < 0.1] = 0.0
         weight[target == self.case.ignore_index] = math.nan
@@ -175,7 +175,7 @@ class Problem:
         self.put("target_weight", weight, "rows", dtype, of_tokens=self.case.function != "log_probs")
 
     def make_policy(self, ignored: Tensor) -> None:  # (N,)
-        """Old log-probabilities on all sides of the bounds, of the head as it is."""
+        """Old log-probabilities on all sides of the bounds, relative to those of this head."""
         case, tokens = self.case, self.case.tokens
         at = {name: self.views[name](base) for name, base in self.bases.items() if name in self.views}
         operands = [at[name].double() if name in at else None for name in ("input", "weight", "bias")]
@@ -224,7 +224,7 @@ class Problem:
     # --- memory ---
 
     def put(self, name: str, values: Tensor, layout: str, dtype: torch.dtype | None, of_tokens: bool = False) -> None:
-        """`values` as bases[name], whose views[name] is what the function is given."""
+        """Stores `values` as bases[name]. views[name] makes what the function is given."""
         values = values if dtype is None else values.to(dtype)
         turn = of_tokens and self.case.transposed_tokens and len(self.case.tokens) > 1
         base, view = lay(values.transpose(0, 1) if turn else values, layout)
@@ -246,7 +246,7 @@ class Problem:
         return names + ([] if "tied" in self.case.relations else ["ids"])
 
     def leaves(self, dtype: torch.dtype | None = None) -> Tensors:
-        """By name, constants too; in `dtype` if one is given."""
+        """The leaves by name, also constants; in `dtype` if one is given."""
         leaves = {}
         for name, base in self.bases.items():
             to = dtype if dtype is not None and base.is_floating_point() else base.dtype
@@ -272,7 +272,7 @@ class Problem:
         if "trunk" in relations:
             hidden = at["input"].to(weight.dtype)
             at["input"] = hidden + torch.tanh(hidden @ weight.T) @ weight / case.V
-        # contiguous: torch's fake tensors give what a transposed index picks other strides than it has
+        # contiguous, because torch's fake tensors give the result of an indexing by a transposed tensor other strides
         classes = torch.where(at["target"] == case.ignore_index, 0, at["target"]).long().contiguous()
         classes = classes[..., 0] if case.topk else classes
         if "bias of weight" in relations:
@@ -293,13 +293,13 @@ class Problem:
 
 
 def softcapped(case: Case, u: Tensor) -> Tensor:
-    """Logits behind scale, cap and temperature."""
+    """Logits after scale, cap and temperature."""
     z = case.logit_scale * u
     return (z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)) / case.temperature
 
 
 def scored_target(case: Case, labels: Tensor) -> Tensor:
-    """Of each position; with `shift` the label of the next one."""
+    """The target of each position; with `shift` the label of the next one."""
     return F.pad(labels, (0, 1), value=case.ignore_index)[..., 1:] if case.shift else labels
 
 
@@ -313,8 +313,8 @@ def accumulated(tensor: Tensor) -> Tensor:
 
 
 def lay(values: Tensor, layout: str) -> tuple[Tensor, View]:
-    """A tensor that holds `values` in this layout, with what must not be read in between, and the view of them."""
-    # torch's own products of half operands on a CPU multiply what is between the rows by 0
+    """A tensor that holds `values` in this layout, with filler between them that must not be read, and its view."""
+    # on a CPU, torch's own products of half operands multiply by 0 what lies between the rows
     filler = (math.nan if values.dtype.itemsize > 2 else 1000.0) if values.is_floating_point() else -7
     shape = values.shape
     if values.dim() == 0 or layout == "rows" or values.numel() == 0:

@@ -1,4 +1,4 @@
-"""Runs many cases, groups those that fail by likely cause, and reduces the first of a group."""
+"""Runs many cases, groups the failures by likely cause, and reduces the first of each group."""
 
 import re
 import time
@@ -22,7 +22,7 @@ from tests.fuzz.judge import Failure, Verdict, examine
 
 SHOWN_PER_GROUP = 5
 REDUCED_PER_GROUP = 1
-SECONDS_TO_REDUCE = 5.0  # of a core
+SECONDS_TO_REDUCE = 5.0  # in seconds of one core
 
 Group = tuple[str, ...]
 
@@ -32,12 +32,12 @@ class Result:
     index: int
     case: Case
     verdict: Verdict
-    seconds: float  # of a core
+    seconds: float  # in seconds of one core
 
 
 def prepare(device: str) -> None:
     """What every process does before its first case."""
-    torch.set_num_threads(1)  # the cases are too small for more
+    torch.set_num_threads(1)  # the cases are too small for several threads
     if device == "interpreter":
         from tests.fuzz import triton_on_cpu
 
@@ -45,7 +45,7 @@ def prepare(device: str) -> None:
 
 
 def results(seed: int, indices: range, device: str, until: float) -> Iterator[Result]:
-    """Cases that begin before `until`, in seconds of time.time()."""
+    """Runs the cases that begin before `until`, in seconds of time.time()."""
     for index in indices:
         if time.time() > until:
             return
@@ -63,13 +63,13 @@ def results(seed: int, indices: range, device: str, until: float) -> Iterator[Re
 
 
 def part(seed: int, indices: range, device: str, until: float) -> list[Result]:
-    """A worker's share."""
+    """The share of one worker."""
     prepare(device)
     return list(results(seed, indices, device, until))
 
 
 def campaign(seed: int, indices: range, device: str, workers: int, out: str | None, seconds: float) -> int:
-    """`workers` processes take every so many-th case each: on CUDA that is whole families of kernels (draw.py)."""
+    """Divides the cases among `workers` processes in turn; on CUDA, by whole families of kernels (draw.py)."""
     began = time.perf_counter()
     until = time.time() + seconds
     if workers == 1:
@@ -88,7 +88,7 @@ def campaign(seed: int, indices: range, device: str, workers: int, out: str | No
         for k, result in enumerate(failed[:SHOWN_PER_GROUP]):
             again = f"python -m tests.fuzz --device {device} --only {seed}:{result.index}"
             lines.append(f"- `{again}`: {told(result.verdict.failures)}")
-            if k < REDUCED_PER_GROUP and device != "cuda":  # where every step would compile kernels
+            if k < REDUCED_PER_GROUP and device != "cuda":  # on CUDA every step would compile kernels
                 reduced, left = reduce(result.case, result.verdict, device)
                 lines.append(f"  reduced: `{reduced}`: {told(left.failures)}")
     text = "\n".join(lines) + "\n"
@@ -99,7 +99,7 @@ def campaign(seed: int, indices: range, device: str, workers: int, out: str | No
 
 
 def shown_as_they_come(found: Iterator[Result], seed: int) -> list[Result]:
-    """The first failure of every group is printed at once."""
+    """Prints the first failure of every group at once."""
     kept, seen = [], set()
     for result in found:
         kept.append(result)
@@ -112,7 +112,7 @@ def shown_as_they_come(found: Iterator[Result], seed: int) -> list[Result]:
 
 
 def group_of(case: Case, failure: Failure) -> Group:
-    """Function, how derivatives were asked for, what failed and how; one group for each message of an exception."""
+    """The function, how derivatives were taken, and what failed how. Each message of an exception is its own group."""
     family = case.function if case.function in ("log_probs", "kl_div") else "linear_cross_entropy"
     if failure.what in ("raises", "oracle"):
         return (family, case.mode, failure.what, re.sub(r"\d+", "N", failure.how))
@@ -131,7 +131,7 @@ def group_of(case: Case, failure: Failure) -> Group:
 
 
 def reduce(case: Case, verdict: Verdict, device: str) -> tuple[Case, Verdict]:
-    """The plainest case that fails in the same result, in the same way."""
+    """The simplest case that fails in the same result, in the same way."""
     wanted = kind(verdict)
     began, progress = time.process_time(), True
     while progress:
@@ -141,7 +141,7 @@ def reduce(case: Case, verdict: Verdict, device: str) -> tuple[Case, Verdict]:
                 return case, verdict
             try:
                 found = examine(candidate, device)
-            except Exception:  # not a case
+            except Exception:  # such a case does not exist
                 continue
             if kind(found) == wanted:
                 case, verdict, progress = candidate, found, True

@@ -1,4 +1,4 @@
-"""Outputs and derivatives of a case: ours in its mode, the oracle's by torch.autograd.grad."""
+"""Outputs and derivatives of a case: this package's in its mode, the oracle's by torch.autograd.grad."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,7 @@ BATCH = (1.0, -2.0, 0.5)  # grad_output of the mode "batched"
 
 
 def outputs_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[Tensors, Tensors]:
-    """What the function returns, and the arguments that it was given."""
+    """What the function returns, and the arguments it was given."""
     case = problem.case
     at = problem.arguments(leaves)
     if "token_weight of losses" in case.relations:
@@ -80,7 +80,9 @@ def run_oracle(problem: Problem, dtype: torch.dtype | None = None) -> Tensors:
 
 
 def run(problem: Problem, function: Function, mode: str, dtype: torch.dtype | None = None) -> Tensors:
-    """Outputs under their names, "grad of x", "second of x" for every leaf that is wanted. `dtype`: of all leaves."""
+    """Outputs under their names; "grad of x" and "second of x" for every leaf that needs a gradient. `dtype` is that of
+    all leaves.
+    """
     case = problem.case
     leaves = problem.leaves(dtype)
     wanted = {name: leaves[name] for name in problem.wanted}
@@ -95,7 +97,7 @@ def run(problem: Problem, function: Function, mode: str, dtype: torch.dtype | No
     ours, way = isinstance(function, Ours), case.mode.removeprefix("compile_")
     if way in ("two_forwards", "two_backwards") and not ours:
         result |= {name: 2.0 * tensor for name, tensor in result.items() if name.startswith("grad of ")}
-    if case.main_grad:  # autograd got none
+    if case.main_grad:  # autograd got no gradient of the weight
         of_weight, before = result.pop("grad of weight"), leaves["main_grad"].double()
         result["main_grad"] = leaves["main_grad"] if ours else of_weight + (0.0 if way == "zeroed" else before)
     return {name: tensor.detach() for name, tensor in result.items()}
@@ -178,7 +180,7 @@ def second_of(
     problem: Problem, names: list[str], tensors: list[Tensor], first: list[Tensor | None], *, create_graph: bool
 ) -> list[Tensor | None]:
     projected = projection(problem, dict(zip(names, first)))
-    if not isinstance(projected, Tensor) or not projected.requires_grad:  # a gradient that depends on nothing
+    if not isinstance(projected, Tensor) or not projected.requires_grad:  # the gradient is constant
         return [None] * len(names)
     return torch.autograd.grad(projected, tensors, create_graph=create_graph, allow_unused=True)
 

@@ -1,7 +1,7 @@
-"""The Triton kernels in place of the ATen ones for CPU tensors, in Triton's interpreter, as the table of paths has it.
+"""Replaces the ATen kernels for CPU tensors by the Triton ones, in Triton's interpreter, as the table of paths says.
 
-float32 stands in for bfloat16, whose products the interpreter makes wrong; float16 goes where it goes on CUDA. Logits
-are saved of float16 only: in 16 bits they do not have float32's digits.
+float32 stands in for bfloat16, whose products are wrong in the interpreter. float16 takes the same path as on CUDA.
+Logits are saved for float16 only, because 16 bits do not have float32's digits.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from flce_ops.support.table import choose
 from tests.interpreter import remember_what_is_patched
 
 OPS = ("linear_cross_entropy", "linear_kl_div", "cross_entropy")
-_library = torch.library.Library("flce", "IMPL")  # its kernels live as long as this does
+_library = torch.library.Library("flce", "IMPL")  # the registered kernels live as long as this object
 
 
 def kernel(name: str) -> Callable:

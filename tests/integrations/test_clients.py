@@ -1,9 +1,11 @@
-"""Loops of other libraries around the operator, as docs/clients.md has them: the same steps as dense logits."""
+"""Training loops of other libraries with the operator, as in docs/clients.md: the same steps as with dense logits."""
 
 import copy
 import json
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,11 +79,11 @@ def test_a_lightning_module(kind, tmp_path):
     check_same_parameters(ours, theirs, start)
 
 
-# ---------------------------------------------------------------- loops by hand
+# ---------------------------------------------------------------- plain loops
 
 
 def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
-    """nanoGPT, nanochat: forward(idx, targets) with a head and a cross-entropy at its end."""
+    """nanoGPT and nanochat: forward(idx, targets) ends with a head and a cross-entropy."""
 
     class GPT(nn.Module):
         def __init__(self) -> None:
@@ -92,7 +94,7 @@ def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
             hidden = self.embed(tokens).tanh()
             if target is None:
                 return 15 * torch.tanh(self.lm_head(hidden) / 15)
-            target = target.masked_fill(target == -100, -1)  # theirs
+            target = target.masked_fill(target == -100, -1)  # their ignore_index
             if fused:
                 return flce_ops.linear_cross_entropy(hidden, self.lm_head.weight, target, ignore_index=-1, softcap=15)
             return F.cross_entropy(self(tokens).flatten(0, 1), target.flatten(), ignore_index=-1)
@@ -109,7 +111,7 @@ def test_a_model_that_gives_logits_and_a_loop_that_takes_the_loss():
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_litgpt(softcap):
-    """Its GPT returns logits: a head that keeps the hidden states in their place."""
+    """LitGPT's GPT returns logits, so a head that returns hidden states replaces its own."""
     litgpt = pytest.importorskip("litgpt", reason="litgpt 0.5 does not install beside the pinned Transformers")
     config = litgpt.Config(
         block_size=16, n_layer=1, n_embd=DIM, n_head=2, padded_vocab_size=VOCAB, final_logit_softcapping=softcap
@@ -130,7 +132,7 @@ def test_litgpt(softcap):
 
 
 def hidden_states(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """What `model` gives its lm_head, which makes no logits meanwhile."""
+    """The hidden states that `model` passes to its lm_head, without computing logits."""
     kept = []
     hook = model.lm_head.register_forward_pre_hook(lambda _, args: [kept.append(args[0]), (args[0][..., :0, :],)][1])
     model(tokens)
@@ -163,16 +165,18 @@ def test_verl_heads():
 # ---------------------------------------------------------------- LLaMA-Factory
 
 
-def test_llama_factory(tmp_path):
-    """Its launcher behind `patch` of the model's class, as the guide has it."""
+def test_llama_factory(tmp_path, monkeypatch):
+    """A configuration by its own way in, and by the guide's launcher."""
     tuner = pytest.importorskip("llamafactory.train.tuner", reason="LLaMA-Factory 0.9 asks for transformers<=5.6")
     from safetensors.torch import load_file
     from tiny_models import make_model
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from flce_ops.integrations.transformers import patched
+    from flce_ops.integrations.transformers import unpatch
 
+    guide = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    launcher = re.search(r"### LLaMA-Factory.*?```py\n(.*?)```", guide, re.DOTALL)[1]
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 2} | {f"w{i}": i for i in (1, *range(3, 101))}, "w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "w1"}
@@ -183,18 +187,21 @@ def test_llama_factory(tmp_path):
     (tmp_path / "texts.json").write_text(json.dumps(rows))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.json"}}))
 
-    def train(name: str) -> dict[str, torch.Tensor]:
+    def train(name: str, run) -> dict[str, torch.Tensor]:
         data = {"dataset": "texts", "dataset_dir": str(tmp_path), "template": "empty", "cutoff_len": 32}
         steps = {"max_steps": STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         rate = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd"}
         folders = {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / name)}
         kind = {"stage": "sft", "do_train": True, "finetuning_type": "full", "report_to": "none", "use_cpu": True}
-        tuner.run_exp({**data, **steps, **rate, **folders, **kind, "bf16": False, "enable_liger_kernel": False})
+        options = {**data, **steps, **rate, **folders, **kind, "bf16": False, "enable_liger_kernel": False}
+        (tmp_path / "sft.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in options.items()))
+        monkeypatch.setattr(sys, "argv", ["launcher.py", str(tmp_path / "sft.yaml")])
+        run()
         return load_file(tmp_path / name / "model.safetensors")
 
-    theirs, start = train("theirs"), load_file(tmp_path / "model" / "model.safetensors")
-    with patched(LlamaForCausalLM):
-        ours = train("ours")
+    theirs, start = train("theirs", tuner.run_exp), load_file(tmp_path / "model" / "model.safetensors")
+    ours = train("ours", lambda: exec(launcher, {}))
+    unpatch(LlamaForCausalLM)
     assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     step = max(float((theirs[name] - before).abs().max()) for name, before in start.items())
     for name, expected in theirs.items():

@@ -1,4 +1,4 @@
-"""Lightning's strategies around the modules: the steps of one process, as dense logits give them."""
+"""Lightning's strategies around the modules take the same steps as one process with dense logits."""
 
 import importlib.util
 

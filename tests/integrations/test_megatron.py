@@ -1,4 +1,6 @@
-"""The GPT model of Megatron under its DDP: the buffers main_grad after backward and reduction, by its head and ours."""
+"""Megatron's GPT model under its DDP: main_grad buffers after backward and reduction, with Megatron's head and with
+this one.
+"""
 
 import contextlib
 import importlib.util
@@ -19,7 +21,7 @@ B, T, D, V, MICRO_BATCHES = 2, 8, 16, 61, 3
 
 
 def test_the_buffers_of_its_ddp_are_those_of_its_own_head():
-    """Tied and not, its communication behind backward and beside it."""
+    """With tied and untied weights, with communication after backward and overlapped with it."""
     run_in_world(("cpu", 2), compare_buffers)
 
 
@@ -32,7 +34,7 @@ def compare_buffers(device):
                 )
                 torch.testing.assert_close(our_losses, losses, rtol=1e-6, atol=0)
                 for name, buffer in expected.items():
-                    atol = 2e-6 * float(buffer.abs().max())  # seen: 5e-7
+                    atol = 2e-6 * float(buffer.abs().max())  # 5e-7 was seen
                     torch.testing.assert_close(
                         found[name], buffer, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
                     )
@@ -56,7 +58,7 @@ def losses_and_buffers(fused: bool, *, tied: bool, overlap: bool):
         use_cpu_initialization=True,
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), V, T, share_embeddings_and_output_weights=tied)
-    if fused:  # its forward then ends with hidden states
+    if fused:  # then its forward ends with hidden states
         model.post_process = False
     ddp = DistributedDataParallel(
         config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap), model
@@ -109,13 +111,13 @@ def refuse_a_shard(device):
 
 @contextlib.contextmanager
 def megatron_on_a_cpu(**parallel):
-    """Its buffers and its dropout ask for CUDA; nothing else does here."""
+    """Megatron's buffers and its dropout ask for CUDA; nothing else here does."""
     from megatron.core import parallel_state, tensor_parallel
 
     no_dropout = SimpleNamespace(fork=contextlib.nullcontext)
     with (
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        patch.object(torch.cuda, "current_stream"),  # 0.19 has it wait for events of captured graphs
+        patch.object(torch.cuda, "current_stream"),  # Megatron 0.19 makes it wait for events of captured graphs
         patch.object(tensor_parallel, "get_cuda_rng_tracker", lambda *_, **__: no_dropout),
     ):
         parallel_state.initialize_model_parallel(**parallel)

@@ -1,4 +1,4 @@
-"""Megatron's convention around main_grad, its hook written as it stands there."""
+"""Megatron's convention for main_grad, with its hook written as in Megatron."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -16,7 +16,7 @@ from flce_ops.integrations import megatron
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_convention_of_megatron(tied, overlap):
-    """Its hook, written as it stands there: adds .grad unless the flag is set, and wants one where it overlaps."""
+    """Megatron's hook adds .grad unless the flag is set. If it overlaps communication, it needs a .grad."""
     inputs = make_inputs((N, D, V))
     weight = nn.Parameter(inputs.linear_weight.detach().clone())
     weight.main_grad = torch.zeros_like(weight)

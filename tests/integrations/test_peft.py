@@ -1,4 +1,4 @@
-"""PEFT around patched models: adapters on the blocks and on the head, before and after patch."""
+"""PEFT with patched models: adapters on the blocks and on the head, added before and after patch."""
 
 import copy
 
@@ -21,7 +21,7 @@ from flce_ops.integrations.transformers import patch, unpatch
 
 
 def make_adapted(name: str = "Llama", *, patch_first: bool, **options):
-    """(patched, unpatched), the same weights and adapters."""
+    """Returns (patched, unpatched) models with the same weights and adapters."""
     model = make_model(name)
     config = {
         "task_type": "CAUSAL_LM",
@@ -110,7 +110,7 @@ def test_a_head_in_modules_to_save_is_trained(patch_first):
         for model in (ours, theirs):
             model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
-    with ours.disable_adapter(), theirs.disable_adapter():  # the untouched head
+    with ours.disable_adapter(), theirs.disable_adapter():  # the original head
         torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
     unpatch(ours)
     assert has_logits(ours(**batch))
@@ -123,7 +123,7 @@ ON_THE_HEAD = {"target_modules": ["q_proj", "lm_head"]}
 @pytest.mark.parametrize(
     ("targets", "reason"),
     [
-        ({"trainable_token_indices": [5, 7]}, "got peft"),  # of a tied embedding: trainable rows of the head
+        ({"trainable_token_indices": [5, 7]}, "got peft"),  # with a tied embedding these are trainable rows of the head
         (ON_THE_HEAD | {"use_dora": True, "lora_dropout": 0.1}, r"\(a DoRA adapter that trains with lora_dropout"),
     ],
 )
@@ -134,7 +134,7 @@ def test_an_adapter_that_is_no_pair_is_refused_not_ignored(patch_first, targets,
 
 
 def trained_in_head(ours, theirs, batch) -> list[str]:
-    """Names in the head that have a gradient, the same as theirs, from one pass without logits."""
+    """Names in the head that have a gradient, from one pass without logits; the unpatched model has the same."""
     assert not has_logits(ours(**batch))
     assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
     result = loss_and_gradients(ours, **batch)
@@ -162,14 +162,14 @@ def test_dora_on_the_head(name, patch_first):
         "B.default.weight",
         "magnitude_vector.default.weight",
     ]
-    with torch.no_grad():  # no gradient: the pair as features of a scaled copy
+    with torch.no_grad():  # without gradients, the pair becomes features of a scaled copy
         torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
     ours.merge_adapter(), theirs.merge_adapter()
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
 
 
 def move_magnitudes(*models):
-    """From the norms of the rows, where PEFT starts, to numbers of which every class has its own."""
+    """Changes the magnitudes from the row norms, where PEFT starts, to different numbers for each class."""
     for model in models:
         generator = torch.Generator().manual_seed(3)
         for name, parameter in model.named_parameters():
@@ -179,7 +179,7 @@ def move_magnitudes(*models):
 
 def test_two_adapters_of_which_one_is_dora_are_refused_while_both_are_active():
     ours, theirs = make_adapted(patch_first=True, use_dora=True, lora_dropout=0.3, **ON_THE_HEAD)
-    ours.eval(), theirs.eval()  # nothing is dropped out
+    ours.eval(), theirs.eval()  # without dropout
     ours.add_adapter("second", peft.LoraConfig(r=2, **ON_THE_HEAD))
     batch = make_batch()
     check_same(loss_and_gradients(ours, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))
@@ -201,7 +201,7 @@ def test_an_adapter_with_a_bias_of_its_own(patch_first):
     ours, theirs = make_adapted(
         "Phi, head with bias", patch_first=patch_first, lora_bias=True, target_modules=["lm_head"]
     )
-    with torch.no_grad():  # which starts as 0
+    with torch.no_grad():  # B starts as 0
         for model in (ours, theirs):
             model.base_model.model.lm_head.lora_B["default"].bias.copy_(torch.linspace(-1, 1, VOCAB))
     batch = make_batch()
@@ -211,7 +211,7 @@ def test_an_adapter_with_a_bias_of_its_own(patch_first):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
 def test_float32_adapters_on_a_bfloat16_head(use_dora):
-    """As PEFT makes them. The product of both is rounded where it would round it."""
+    """As PEFT makes them. The pair's product is rounded where PEFT would round it."""
     model = make_model("Llama").bfloat16()
     config = peft.LoraConfig(r=3, init_lora_weights=False, use_dora=use_dora, **ON_THE_HEAD)
     theirs = peft.get_peft_model(model, config)
@@ -238,7 +238,7 @@ def test_adapters_on_the_head_that_are_several_dropped_out_disabled_merged():
     for model in (ours, theirs):
         model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False, **ON_THE_HEAD))
         model.base_model.set_adapter(["default", "second"])
-    with torch.no_grad():  # drawn anew for each
+    with torch.no_grad():  # each model has drawn its own adapters
         for mine, other in zip(ours.parameters(), theirs.parameters()):
             other.copy_(mine)
     torch.manual_seed(5)
@@ -248,7 +248,7 @@ def test_adapters_on_the_head_that_are_several_dropped_out_disabled_merged():
     ours.eval(), theirs.eval()
     with ours.disable_adapter(), theirs.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
-    with torch.no_grad():  # no gradient: the pair as features
+    with torch.no_grad():  # without gradients, the pair becomes features
         torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
     ours.merge_adapter(), theirs.merge_adapter()
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
@@ -265,7 +265,7 @@ def test_a_hook_on_what_makes_the_logits_of_an_adapted_head_acts_on_them(layer):
     check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
-# torch.compile breaks its graph in PEFT's own DoRA layers
+# torch.compile breaks the graph in PEFT's own DoRA layers
 @pytest.mark.parametrize("options", [ON_THE_HEAD, {"target_modules": ["lm_head"], "use_dora": True}], ids=str)
 def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches(options):
     ours, theirs = make_adapted(patch_first=False, **options)

@@ -1,4 +1,4 @@
-"""linear_policy_loss with the arguments of docs/policy_loss.md is what TRL's GRPOTrainer computes."""
+"""With the arguments of docs/policy_loss.md, linear_policy_loss computes what TRL's GRPOTrainer computes."""
 
 # B sequences of T tokens, V vocabulary
 
@@ -19,7 +19,7 @@ from test_policy import B, T, sequences
 import flce_ops
 
 MOST = 12  # max_completion_length
-# loss_type: (other options of TRL's, arguments here)
+# loss_type -> (other options of TRL, arguments here)
 OPTIONS = {
     "grpo": ({}, lambda m: {"token_weight": m / m.sum(1, keepdim=True), "normalizer": B}),
     "bnpo": ({"delta": 3.0}, lambda m: {"dual_clip": 3.0}),
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def trl_loss(loss_type, options, mask, log_probs, call):
-    """GRPOTrainer's own method, of a trainer that has what it reads."""
+    """Calls GRPOTrainer's own method on an object with the attributes that it reads."""
     method = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss
     accelerator = SimpleNamespace(num_processes=1, gather=lambda t: t, reduce=lambda t, **_: t)
     trainer = SimpleNamespace(

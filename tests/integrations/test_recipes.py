@@ -1,4 +1,4 @@
-"""The recipes of examples/ at toy size: each against dense logits, and each learns."""
+"""The recipes of examples/ at toy size: each agrees with dense logits, and its loss falls."""
 
 import copy
 import statistics
@@ -36,7 +36,7 @@ def check_same(model: torch.nn.Module, ours: torch.Tensor, theirs: torch.Tensor)
 
 def make_decoder(dim: int = 16) -> Decoder:
     model = Decoder(VOCAB, dim, depth=1)
-    torch.nn.init.normal_(model.token.weight, std=0.5)  # logits of several units
+    torch.nn.init.normal_(model.token.weight, std=0.5)  # logits of a few units
     return model
 
 
@@ -84,7 +84,7 @@ def test_a_pretraining_step_is_the_dense_step_of_the_whole_batch():
     count = (target != pretrain_loop.IGNORE).sum()
     expected = F.cross_entropy(logits, target.flatten()) + 1e-4 * lse.square().sum() / count
     expected.backward()
-    assert torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.5) > 0.5  # it does clip
+    assert torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.5) > 0.5  # clipping has an effect
     optimizers[1].step()
 
     assert loss == pytest.approx(expected.item(), rel=1e-5)
@@ -127,7 +127,7 @@ def test_multi_token_prediction_holds_the_logits_of_no_head(own_weights):
     model = multi_token_prediction.MultiTokenModel(vocabulary, 3, 16, own_weights=own_weights)
     with LargestTensor() as mode, flce_ops.workspace(1 << 20):
         model(tokens).backward()
-    assert mode.numel < tokens.numel() * vocabulary / 3  # of one head
+    assert mode.numel < tokens.numel() * vocabulary / 3  # for one head
 
 
 @own_weights
@@ -152,7 +152,7 @@ def test_grpo_step_is_the_dense_step():
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     completion = (torch.arange(9) >= prompt - 1).expand(6, -1)
-    # ratios on both sides of the clip, and a reference elsewhere
+    # ratios on both sides of the clip, and a reference model that differs
     others = [(theirs + 0.4 * torch.randn_like(theirs)).detach() for _ in range(2)]
     advantages = torch.randn(6)
     check_same(

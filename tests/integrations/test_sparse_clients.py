@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flce_ops
 from flce_ops.integrations.transformers import patch, patched, unpatch
 
-THRESHOLD = 2.0**-3  # of 101 classes
+THRESHOLD = 2.0**-3  # large, because there are only 101 classes
 
 
 def loss_and_gradient(model, batch, seed):

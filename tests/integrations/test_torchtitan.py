@@ -1,8 +1,8 @@
-"""torchtitan's Trainer with the operator as its loss: the steps of its own chunked loss, under FSDP2.
+"""torchtitan's Trainer with the operator as its loss takes the steps of its own chunked loss, under FSDP2.
 
-Not among the pinned packages: torchtitan 0.3 asks for datasets<4.8 and with it for another huggingface_hub than
-Transformers does. Run it with `pip install --no-deps torchtitan spmd_types==0.2.3 torchdata torch_checkpointing tyro
-docstring_parser typeguard tensorboard protobuf absl-py` beside them.
+torchtitan is not among the pinned packages: version 0.3 needs datasets<4.8, and so another huggingface_hub than
+Transformers. To run this test, install beside the pinned packages: `pip install --no-deps torchtitan spmd_types==0.2.3
+torchdata torch_checkpointing tyro docstring_parser typeguard tensorboard protobuf absl-py`.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch._utils
 import torch.multiprocessing as mp
 
 if not torch.cuda.is_available():
-    torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes "cuda" where there is no accelerator
+    torch._utils._get_available_device_type = lambda: "cpu"  # without an accelerator torchtitan takes "cuda"
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,7 +55,7 @@ class Tokenizer(BaseTokenizer):
 
 
 class Batches(BaseDataLoader):
-    """Ranks have other tokens, and other numbers of targets."""
+    """Each rank has different tokens and a different number of targets."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config): ...
@@ -78,7 +78,7 @@ class Batches(BaseDataLoader):
 
 
 class NoMonitor:
-    """Of a device's memory."""
+    """Stands in for the monitor of a device's memory."""
 
     device_name = "cpu"
 
@@ -98,7 +98,7 @@ def make_config(loss, folder: str) -> Trainer.Config:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = BATCH, TOKENS, STEPS
     config.training.mixed_precision_param = "float32"
     config.training.disable_cuda_graphs = True
-    # its default, spmd_types, asks FSDP2 for what torch 2.13 does not have, whatever the loss
+    # the default, spmd_types, asks FSDP2 for a feature that torch 2.13 lacks, with any loss
     config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     config.checkpoint.enable = config.validator.enable = False
     config.activation_checkpoint = None
@@ -111,11 +111,11 @@ def train(rank: int, port: int, loss, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     metrics.build_device_memory_monitor = NoMonitor
-    dist_utils.set_pg_timeouts = lambda **_: None  # its barrier wants the number of a device
+    dist_utils.set_pg_timeouts = lambda **_: None  # the barrier in it needs the index of a device
     trainer = Trainer(make_config(loss, folder))
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo has only sums
     before = whole_parameters(trainer)
     losses = []
     step_of_trainer = trainer.forward_backward_step
@@ -147,7 +147,7 @@ def test_the_steps_are_those_of_the_chunked_loss(tmp_path):
         torch.testing.assert_close(our_losses, their_losses, rtol=1e-6, atol=0)
         assert our_losses.shape == (STEPS,)
         for name, expected in their.items():
-            # seen: 1.1e-5; AdamW divides a gradient by its size, so that the rounding of small ones shows
+            # 1.1e-5 was seen; AdamW divides a gradient by its size, which shows the rounding of small gradients
             assert (our[name] - expected).norm() <= 1e-4 * expected.norm() > 0, name
 
 

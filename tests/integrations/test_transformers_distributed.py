@@ -1,4 +1,4 @@
-"""Patched models of Transformers under FSDP2 and under the library's own tensor-parallel plan, against one process."""
+"""Patched Transformers models under FSDP2 and under the library's tensor-parallel plan, against one process."""
 
 import copy
 
@@ -22,11 +22,11 @@ from flce_ops.integrations.transformers import patch
 
 
 def check_eval_logits(model, reference, batch, tolerance) -> None:
-    """The head runs twice, for logits and for the loss."""
+    """The head runs twice: for logits and for the loss."""
     with torch.no_grad():
         ours, theirs = patch(model, eval_logits=True).eval()(**batch), reference.eval()(**batch)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=tolerance, atol=0)
-    # single logits of a model in bfloat16 are off by up to 12 % of the largest
+    # single logits of a bfloat16 model are off by up to 12 % of the largest
     assert (ours.logits.float() - theirs.logits).norm() < tolerance * theirs.logits.norm()
 
 
@@ -58,7 +58,7 @@ def fsdp2_cases(device):
 
 
 def fsdp2_around_a_transform(device):
-    """The targets pass through the hooks of two modules; each rank has the whole batch."""
+    """The targets pass through the hooks of two modules. Each rank has the whole batch."""
     model, batch = make_model("ESM, transform and bias", tie_word_embeddings=False).to(device), make_batch()
     batch = {k: v.to(device) for k, v in batch.items()}
     reference = copy.deepcopy(model)

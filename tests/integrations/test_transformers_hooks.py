@@ -56,7 +56,7 @@ def test_a_hook_on_the_head_acts_as_on_the_unpatched_model(hook):
     try:
         expected = loss_and_gradients(model, **batch)
         differences = [(expected[1][n] - g).abs().max() for n, g in plain[1].items()]
-        assert max(differences) > 1e-3  # the hook does something
+        assert max(differences) > 1e-3  # the hook has an effect
         patch(model)
         check_same(loss_and_gradients(model, **batch), expected)
         assert has_logits(model(**batch)) == (hook in SEES_THE_OUTPUT)
@@ -70,7 +70,7 @@ def halve_input(module, args):
     return (args[0] / 2, *args[1:])
 
 
-# which module; whether its hooks see logits, or what is computed from them alone
+# the module, and whether its hooks see logits or only what is computed from them
 INNER_MODULES = {
     "cls": ("BERT, transform", True),
     "cls.predictions": ("BERT, transform", True),
@@ -112,7 +112,7 @@ def test_a_hook_on_the_head_acts_in_a_compiled_model():
     model, batch = make_model(), make_batch() | {"use_cache": False}
     model.lm_head.register_forward_hook(halve_output)
     expected = model(**batch).loss
-    torch.compiler.reset()  # graphs of other models are not guarded by hooks
+    torch.compiler.reset()  # hooks do not guard graphs of other models
     compiled = torch.compile(patch(model), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
 
@@ -132,7 +132,8 @@ def test_hooks_that_need_logits_are_named_once_in_the_log(caplog):
 
 @pytest.mark.parametrize("count", NUM_ITEMS)
 def test_the_head_gets_no_floating_argument_but_the_hidden_states(count):
-    # FSDP's mixed precision would round it to bfloat16, a number of items by up to 0.4 %
+    # FSDP's mixed precision would round a floating argument to bfloat16, so a number of items would be off by up to 0.4
+    # %
     model, floating = patch(make_model()), []
 
     def look(module, args, kwargs):

@@ -1,4 +1,4 @@
-"""patch(model, metrics=...): by-products of the loss in a model's output."""
+"""patch(model, metrics=...) adds by-products of the loss to a model's output."""
 
 # B batch, T tokens of one sequence, V vocabulary
 
@@ -17,7 +17,7 @@ NAMES = ("token_accuracy", "entropy", "is_top1", "lse", "mean_logit", "log_sum_s
 
 
 def dense(logits, target):
-    """Of the unpatched model's logits (B, T, V) and the labels that they predict (B, T)."""
+    """The metrics of the unpatched model's logits (B, T, V) and the labels that they predict (B, T)."""
     valid = target != -100
     log_p = logits.float().log_softmax(-1)
     right = valid & (logits.argmax(-1) == target)
@@ -48,7 +48,7 @@ def test_the_output_has_the_metrics_of_the_logits(name, causal):
         assert not ours[key].requires_grad and ours[key] is getattr(ours, key)
         torch.testing.assert_close(ours[key], exact, rtol=1e-4, atol=1e-5, check_dtype=False)
     ours.loss.backward()
-    assert not set(NAMES) & set(patch(model)(**batch))  # the last call counts
+    assert not set(NAMES) & set(patch(model)(**batch))  # the last call of patch decides
     unpatch(model)
     assert type(model(**batch)) is type(theirs)
 
@@ -60,7 +60,7 @@ def test_a_class_a_tuple_and_logits_beside_them():
     assert len(as_tuple) == len(ours.to_tuple()) and torch.equal(as_tuple[-1], ours.entropy)
     both = patch(model, eval_logits=True, metrics=["entropy"])(**batch)
     assert torch.equal(both.entropy, ours.entropy) and both.logits.shape[-1] == model.config.vocab_size
-    setattr(model, TAKEN_BY_TRAINER, True)  # which takes all that stands beside the loss
+    setattr(model, TAKEN_BY_TRAINER, True)  # Trainer then takes everything beside the loss
     assert "entropy" not in model(**batch)
 
 

@@ -1,4 +1,4 @@
-"""Loss and all gradients of patched models against the same models unpatched, in float32."""
+"""Loss and all gradients of patched models equal those of the same models unpatched, in float32."""
 
 import re
 from pathlib import Path
@@ -37,9 +37,9 @@ def test_logits_without_labels_are_bitwise_the_unpatched_models(name):
     assert ours.loss is None
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Granite", "Cohere"])  # softcap, divided, multiplied
+@pytest.mark.parametrize("name", ["Gemma2", "Granite", "Cohere"])  # a softcap, a divisor, a factor
 def test_scale_or_cap_of_the_logits_changes_the_loss(name):
-    # so that the test of equality above fails for a patch that forgets it
+    # otherwise the test of equality above would pass for a patch that forgets it
     plain = {
         "Gemma2": {"final_logit_softcapping": None},
         "Granite": {"logits_scaling": 1.0},
@@ -56,4 +56,4 @@ def test_code_of_the_guide_runs():
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)
-    assert names["model"].lm_head.weight in names["optimizer"].state  # it has been trained
+    assert names["model"].lm_head.weight in names["optimizer"].state  # the weight has been trained

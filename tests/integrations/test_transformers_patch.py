@@ -1,4 +1,4 @@
-"""What a patched model takes and returns, beside its unpatched self; compilation."""
+"""What a patched model takes and returns, compared with the unpatched one; compilation."""
 
 import copy
 import dataclasses
@@ -98,7 +98,7 @@ def test_output_has_everything_but_the_logits():
 @pytest.mark.parametrize("eval_logits", [False, True])
 @pytest.mark.parametrize(
     "name",
-    # a decorated forward, and those that make tuples themselves
+    # a decorated forward, and forwards that make tuples themselves
     ["Llama", "GPT-2, tied", "T5, scaled before its tied head", "DistilBERT, loss that is a module"],
 )
 def test_entries_of_a_tuple_keep_their_places(name, eval_logits):
@@ -144,7 +144,7 @@ def test_eval_logits_of_a_class_are_over_with_its_patch():
         assert not has_logits(model(**batch))
         patch(model, eval_logits=True)
         assert has_logits(model(**batch))
-        patch(model)  # the last call counts
+        patch(model)  # the last call of patch decides
         assert not has_logits(model(**batch))
 
 
@@ -283,7 +283,7 @@ def test_compiles_as_one_graph(name):
     model, batch = make_model(name), make_batch()
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
-    if not name.startswith("ESM"):  # which means over its own tokens
+    if not name.startswith("ESM"):  # ESM averages over its own tokens
         batch["num_items_in_batch"] = torch.tensor(17)
     expected = loss_and_gradients(model, **batch)
     patch(model)
@@ -316,7 +316,7 @@ def patched_copy(model):
 
 
 def check_same_output(ours, theirs) -> None:
-    """But for the logits, in whose place there is something else."""
+    """Compares everything but the logits, in whose place the patched model has something else."""
     assert list(ours) == list(theirs)
     assert ours.logits is LOGITS_NOT_COMPUTED
     for name in set(ours) - {"logits"}:

@@ -1,4 +1,4 @@
-"""What a forward does to its logits is read right from its source, or refused."""
+"""What a forward does to its logits is read correctly from its source, or refused."""
 
 import inspect
 
@@ -18,7 +18,7 @@ from flce_ops.integrations.transformers.read_head import read_head
 
 
 class Forwards:
-    """Understood, with what is read; or not, with the reason's words."""
+    """Forwards that are understood, with what is read from them; and others, with the words of the refusal."""
 
     def cap_in_one_line(self, hidden, labels=None):
         logits = self.head(hidden) * self.scale

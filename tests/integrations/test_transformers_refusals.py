@@ -1,4 +1,4 @@
-"""What patch refuses, and how it reads a forward. A model that it does not understand is left as it was."""
+"""What patch refuses, and how it reads a forward. A model that patch does not understand stays as it was."""
 
 import copy
 
@@ -24,7 +24,8 @@ from flce_ops.integrations.transformers.read_head import read_head
     "class_name,reason",
     [
         ("ProphetNetForCausalLM", "computes its loss by other means than one self.loss_function"),
-        ("XLMWithLMHeadModel", "computes its loss by other means than one self.loss_function"),  # inside of its head
+        # the loss is inside its head
+        ("XLMWithLMHeadModel", "computes its loss by other means than one self.loss_function"),
         ("GitForCausalLM", r"logits do not come from one call of a head: `shifted_logits = logits\[:, num_image_tok"),
         ("InklingForCausalLM", r"neither a scale nor a softcap: `logits = logits\[..., :unpadded_vocab_size\]"),
         ("xLSTMForCausalLM", "neither a scale nor a softcap: `if not self.training and "),
@@ -41,7 +42,8 @@ def test_classes_with_a_head_of_their_own_are_refused_by_name(class_name, reason
     forward = model_class.forward
     with pytest.raises(NotImplementedError, match=f"{class_name}: .*{reason}") as refusal:
         patch(model_class)
-    assert str(refusal.value).endswith("leave it unpatched")  # what would be right for one of them is wrong for another
+    # all get this advice: anything more specific would be right for one of these models and wrong for another
+    assert str(refusal.value).endswith("leave it unpatched")
     assert model_class.forward is forward
 
 
@@ -114,7 +116,7 @@ def test_a_loss_function_set_after_patch_is_refused_not_ignored():
 
 
 def test_a_refusal_is_short():
-    # the repr of a bound method has the whole model in it
+    # the repr of a bound method contains the whole model
     model = make_model()
     model.loss_function = model.get_decoder
     with pytest.raises(NotImplementedError) as refused:

@@ -1,4 +1,4 @@
-"""Training of patched models: the curve of the unpatched one, under a plain loop, under Trainer, sharded by FSDP2."""
+"""Training of patched models has the curve of the unpatched one: in a plain loop, under Trainer, sharded by FSDP2."""
 
 import copy
 
@@ -35,7 +35,7 @@ def train(model, batches) -> list[float]:
 @pytest.mark.parametrize("name", ["Llama tied", "Gemma2"])
 def test_thirty_steps_follow_the_unpatched_curve(name):
     model = make_model(name, initializer_range=0.1)
-    tokens = 3 + (torch.randint(90, (STEPS, 4, 1)) + 7 * torch.arange(TOKENS)) % 90  # each token tells the next
+    tokens = 3 + (torch.randint(90, (STEPS, 4, 1)) + 7 * torch.arange(TOKENS)) % 90  # each token determines the next
     batches = [{"input_ids": step, "labels": step} for step in tokens]
     theirs = train(copy.deepcopy(model), batches)
     ours = train(patch(model), batches)
@@ -47,7 +47,7 @@ def test_thirty_steps_follow_the_unpatched_curve(name):
 
 
 def make_rows(count: int = 24) -> list[dict]:
-    """Sequences with 1 to T labels each: micro-batches hold different numbers of them."""
+    """Sequences with 1 to T labels each, so that micro-batches have different numbers of labels."""
     rows = []
     for i in range(count):
         tokens = 3 + (torch.randint(90, (1,)) + 7 * torch.arange(TOKENS)) % 90
@@ -62,7 +62,7 @@ def run_trainer(model, rows, out, *, eval_dataset=None, compute_metrics=None, **
         output_dir=out,
         max_steps=5,
         per_device_train_batch_size=2,
-        optim="sgd",  # Adam makes a rounding difference of a gradient near 0 a whole step
+        optim="sgd",  # with Adam a rounding difference in a gradient near 0 becomes a whole step
         learning_rate=0.1,
         logging_steps=1,
         report_to=[],
@@ -145,7 +145,7 @@ def test_trainer_takes_the_predictions_of_the_unpatched_model(case, tmp_path):
 
     with patched(type(model) if options["of_class"] else model):
         ours = evaluate()
-        assert not has_logits(trainer.model(**make_batch(), return_dict=True))  # over with the evaluation
+        assert not has_logits(trainer.model(**make_batch(), return_dict=True))  # logits end with the evaluation
     theirs = evaluate()
     assert theirs[0]["eval_size"] > 0
     for mine, expected in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
@@ -153,7 +153,7 @@ def test_trainer_takes_the_predictions_of_the_unpatched_model(case, tmp_path):
 
 
 def make_evaluator(model, out, *, trainer=Trainer, arguments=None, preprocess_logits_for_metrics=None, **options):
-    """Its compute_metrics puts all that it is given into the list."""
+    """compute_metrics appends everything it is given to the list."""
     seen = []
 
     def compute_metrics(prediction, compute_result=True):
@@ -185,7 +185,7 @@ def test_trainer_evaluates_without_logits_unless_it_takes_them(tmp_path):
 
 
 class OwnStep(Trainer):
-    """A prediction_step that does not ask Trainer's."""
+    """A Trainer whose prediction_step does not call Trainer's."""
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         with torch.no_grad():
@@ -224,10 +224,11 @@ def test_evaluations_during_training_get_logits_and_the_steps_do_not(tmp_path):
     "name",
     [
         "Llama",
-        "Mixtral, router loss",  # which Trainer leaves out under label smoothing
+        "Mixtral, router loss",  # Trainer leaves out the router loss under label smoothing
         "BART, causal",
         "BERT, transform",  # its forward takes no num_items_in_batch
-        "Gemma4, softcap assigned in its test",  # whose labels Trainer does not shift: it has no causal head's name
+        # Trainer does not shift its labels, because the model lacks the name of a causal head
+        "Gemma4, softcap assigned in its test",
         "PEFT",
         "the class",
         "hooks",
@@ -244,13 +245,13 @@ def test_trainers_label_smoothing_needs_no_logits(name, tmp_path):
     assert given and all(given)
     expected = their_trainer.evaluate(rows)["eval_loss"]
     given.clear()
-    if name == "hooks":  # which see logits, so the model makes them
+    if name == "hooks":  # the hooks see logits, so the model computes them
         model.lm_head.register_forward_hook(lambda module, args, logits: None)
     with patched(type(model) if name == "the class" else model):
         ours, trainer = run_trainer(model, rows, tmp_path, **options)
         assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=1e-5)
         assert given and set(given) == {name == "hooks"}
-        assert not has_logits(model(**make_batch())) or name == "hooks"  # over with the training
+        assert not has_logits(model(**make_batch())) or name == "hooks"  # logits end with the training
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=0)
     check_same_parameters(model, other)
 
@@ -307,7 +308,7 @@ def test_label_smoothing_of_patch_is_that_of_the_cross_entropy():
 
 def test_unpatching_after_trainer_with_bf16(tmp_path):
     model, rows = patch(make_model(initializer_range=0.1)), make_rows(8)
-    run_trainer(model, rows, tmp_path, bf16=True)  # accelerate has put its autocast around forward
+    run_trainer(model, rows, tmp_path, bf16=True)  # accelerate has wrapped forward in its autocast
     assert not has_logits(model(**make_batch()))
     unpatch(model)
     assert has_logits(model(**make_batch()))

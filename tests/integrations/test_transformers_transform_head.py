@@ -1,4 +1,4 @@
-"""Heads that end in a linear layer: their transform is read right from its source, or refused."""
+"""Heads that end in a linear layer: their transform is read correctly from its source, or refused."""
 
 import inspect
 

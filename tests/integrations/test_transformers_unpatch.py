@@ -1,4 +1,4 @@
-"""Patching and unpatching: instances, classes, copies, what is written and read, resized vocabularies."""
+"""Patching and unpatching: instances, classes, copies, saved models, resized vocabularies."""
 
 import copy
 import inspect
@@ -29,11 +29,11 @@ def test_unpatch_puts_an_instance_back():
 def test_unpatch_puts_a_class_back():
     original = LlamaForCausalLM.forward
     model = make_model()
-    assert patch(patch(LlamaForCausalLM)) is LlamaForCausalLM  # the second time changes nothing
+    assert patch(patch(LlamaForCausalLM)) is LlamaForCausalLM  # a second patch changes nothing
     try:
-        assert not has_logits(model(**make_batch()))  # made before
-        assert not has_logits(make_model()(**make_batch()))  # made after
-        assert has_logits(make_model("Mistral")(**make_batch()))  # another class
+        assert not has_logits(model(**make_batch()))  # a model made before patch
+        assert not has_logits(make_model()(**make_batch()))  # a model made after patch
+        assert has_logits(make_model("Mistral")(**make_batch()))  # a model of another class
     finally:
         unpatch(LlamaForCausalLM)
     assert LlamaForCausalLM.forward is original
@@ -81,7 +81,7 @@ def test_patched_leaves_patched_what_was_patched_before(kind):
 HEADS = [
     "BERT, transform",  # a module in a module
     "ESM, transform and bias",  # the bias is added outside of the linear layer
-    "BART, bias that is a buffer",  # a cross-entropy of the forward's own, as the next one
+    "BART, bias that is a buffer",  # the forward has its own cross-entropy, as in the next one
     "DistilBERT, loss that is a module",
 ]
 
@@ -95,7 +95,7 @@ def test_a_copy_of_a_patched_model_is_patched_and_on_its_own(name):
     loss, gradients = loss_and_gradients(copied, **batch)
     assert model.get_output_embeddings().weight.grad is None
     check_same((loss, gradients), loss_and_gradients(unpatch(copied), **batch))
-    assert not has_logits(model(**batch))  # unpatching the copy left it alone
+    assert not has_logits(model(**batch))  # unpatching the copy left the original alone
 
 
 def saved_and_loaded(model):
@@ -112,7 +112,7 @@ def test_a_patched_model_that_was_written_and_read_is_patched(name, carry):
     expected = loss_and_gradients(model, **batch)
     read = carry(model)
     with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()  # the one that was read is on its own
+        model.get_output_embeddings().weight.zero_()  # does not change `read`, which has its own weight
     check_same(loss_and_gradients(read, **batch), expected)
     assert not has_logits(read(**batch))
     assert has_logits(read.eval()(**batch))
@@ -123,7 +123,7 @@ def test_a_patched_model_that_was_written_and_read_is_patched(name, carry):
 
 
 def test_a_model_with_a_transform_that_another_process_reads_compiles_at_once(monkeypatch):
-    # heads are read from their sources, which torch.compile cannot do
+    # the head is read from its source, which torch.compile cannot do
     model, batch = patch(make_model("ESM, transform and bias", num_hidden_layers=1)), make_batch()
     expected, written = model(**batch).loss, pickle.dumps(model)
     monkeypatch.setattr(transform_head, "INNER", {})
@@ -135,7 +135,7 @@ def test_a_model_with_a_transform_that_another_process_reads_compiles_at_once(mo
 def test_a_model_written_while_its_class_is_patched_is_read_where_it_is_not(name):
     model, batch = make_model(name), make_batch()
     with patched(type(model)):
-        expected = loss_and_gradients(model, **batch)  # the head is prepared now
+        expected = loss_and_gradients(model, **batch)  # now the head has been prepared
         written = pickle.dumps(model)
         assert not has_logits(pickle.loads(written)(**batch))
     read = pickle.loads(written)
@@ -148,7 +148,7 @@ def test_state_dict_and_signature_are_the_models_own(tmp_path):
     names, signature = list(model.state_dict()), inspect.signature(model.forward)
     patch(model)
     assert list(model.state_dict()) == names
-    assert inspect.signature(model.forward) == signature  # Trainer reads its columns and **kwargs from it
+    assert inspect.signature(model.forward) == signature  # Trainer reads its columns and **kwargs from the signature
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     batch = make_batch()
@@ -187,7 +187,7 @@ def test_unpatch_puts_every_module_back(name):
 def test_a_wrapper_around_forward_survives_unpatch_and_patch():
     model = patch(make_model())
     inner = model.forward
-    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # as accelerate's autocast
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # as accelerate's autocast does
     assert not has_logits(model(**make_batch()))
     unpatch(model)
     assert has_logits(model(**make_batch()))

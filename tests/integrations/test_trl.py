@@ -1,4 +1,4 @@
-"""TRL's trainers with the operators in place of its fused head: the same steps as TRL's own, in float32."""
+"""TRL's trainers with the operators in place of its fused head take the same steps as with TRL's own, in float32."""
 
 import contextlib
 import csv
@@ -43,7 +43,8 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 POLICY = {**SAMPLED, "num_generations": 2, "temperature": 0.7, "reward_funcs": prefer_even, "learning_rate": 0.1}
 
-# name: (trainer, data, options, model). Learning rates: what STEPS move is above the rounding of a parameter.
+# name: (trainer, data, options, model). The learning rates are large enough that STEPS move a parameter by more than
+# its rounding.
 RUNS = {
     "SFT": ("SFT", TEXTS, {"loss_type": "nll", "learning_rate": 0.5}, "Llama"),
     "SFT, tied head": ("SFT", TEXTS, {**ACCUMULATED, "learning_rate": 0.5}, "Llama tied"),
@@ -69,7 +70,7 @@ MESSAGES = {
 PRIVILEGED = {**PROMPTS, "privileged_context": PAIRS["chosen"]}
 EXPERIMENTAL = {"ORPO": "orpo", "CPO": "cpo", "GKD": "gkd", "OnlineDPO": "online_dpo", "SDPO": "sdpo"}
 
-# Those whose loss is made from the logits of their model.
+# The trainers whose loss needs the logits of their model.
 UNSERVED = {
     "ORPO": ("ORPO", PAIRS, {}, "Llama"),
     "CPO": ("CPO", PAIRS, {}, "Llama"),
@@ -97,17 +98,17 @@ def make_trainer(name: str, tokenizer, folder, prepare=lambda model: model):
 
     kind, data, options, model_name = {**RUNS, **UNSERVED}[name]
     library = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[kind]}") if kind in EXPERIMENTAL else trl
-    # one draw in every run of the tests: a sampled token is another one where rounding decides
+    # every run of the tests has the same draw: where rounding decides, another token would be sampled
     set_seed(3)
     model = make_model(model_name)
-    model.save_pretrained(folder / "model")  # from where TRL reads its reference model
+    model.save_pretrained(folder / "model")  # TRL reads its reference model from there
     model.config._name_or_path = str(folder / "model")
     options = {**options}
     extra = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
     if kind == "GKD":
         extra["teacher_model"] = make_model()
     if kind == "Distillation":
-        extra["teacher_model"] = make_model("Phi, head with bias")  # its hidden size is another one
+        extra["teacher_model"] = make_model("Phi, head with bias")  # the teacher has another hidden size
     args = getattr(library, f"{kind}Config")(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -131,7 +132,7 @@ def make_trainer(name: str, tokenizer, folder, prepare=lambda model: model):
 
 
 def train(name: str, tokenizer, folder) -> tuple[dict, dict, list[dict]]:
-    """(parameters before, parameters after STEPS, what was logged at each)."""
+    """Returns (parameters before, parameters after STEPS, the log of each step)."""
     trainer = make_trainer(name, tokenizer, folder)
     before = {key: parameter.detach().clone() for key, parameter in trainer.model.named_parameters()}
     trainer.train()
@@ -154,7 +155,7 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     assert set(calls) == {"linear_cross_entropy" if of_sums else of_tokens}
     largest = max(float((theirs[key] - before[key]).abs().max()) for key in theirs)
     for key, expected in theirs.items():
-        # seen: 5e-5 of the largest change by WPO, 3e-6 else, and a unit in the last place of the parameter
+        # 5e-5 of the largest change was seen for WPO, 3e-6 for others, and a unit in the last place of the parameter
         atol = 1e-4 * largest + 2 * EPSILON * float(expected.abs().max())
         assert atol < 1e-3 * largest or "norm" in key, (key, atol, largest)
         torch.testing.assert_close(ours[key], expected, rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
@@ -162,7 +163,7 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     for our_log, their_log in zip(our_logs, their_logs, strict=True):
         expected = {key: value for key, value in their_log.items() if not key.endswith(timed)}
         found = {key: our_log[key] for key in expected}
-        assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)  # seen: 2.4e-5, a norm of gradients
+        assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)  # 2.4e-5 was seen, for a norm of gradients
 
 
 @pytest.fixture
@@ -183,15 +184,15 @@ def calls(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def warned(caplog, monkeypatch):
-    """The warnings of this package, none of which was given before."""
+    """Collects the warnings of this package, as if none had been given before."""
     monkeypatch.setattr("flce_ops.integrations.full_logits._logged", set())
     return lambda: [r.message for r in caplog.records if r.name == "flce_ops" and r.levelno >= logging.WARNING]
 
 
-# ---------------------------------------------------------------- trainers that make logits all the same
+# ---------------------------------------------------------------- trainers that compute logits anyway
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
+@pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of experimental trainers
 @pytest.mark.parametrize("name", UNSERVED)
 def test_a_trainer_that_makes_logits_is_named_once(name, tokenizer, tmp_path, warned):
     trainer, reason = make_trainer(name, tokenizer, tmp_path), ""
@@ -227,7 +228,7 @@ def test_a_trainer_of_trl_that_is_given_a_patched_model_is_named(name, tokenizer
 def test_unpatch_puts_everything_back():
     theirs = trl_divergence()
     patch()
-    patch()  # does nothing
+    patch()  # a second call does nothing
     assert trl_utils()._ChunkedLogProbFunction is ChunkedLogProbs
     assert sys.modules[DISTILLATION]._chunked_divergence_loss is chunked_divergence_loss
     unpatch()

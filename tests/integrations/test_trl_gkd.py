@@ -1,4 +1,4 @@
-"""The loss of TRL's GKDTrainer as the guide writes it: it has no place for a stand-in."""
+"""The loss of TRL's GKDTrainer as the guide writes it, because that trainer has no function to replace."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ import flce_ops
 
 @pytest.fixture(scope="module")
 def gkd_trainers(tmp_path_factory):
-    """Makes one of TRL's GKDTrainer or of the guide's, with a model and a teacher."""
+    """Makes TRL's GKDTrainer or the guide's, with a model and a teacher."""
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -58,7 +58,7 @@ def gkd_trainers(tmp_path_factory):
     return make
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of what is experimental
+@pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of experimental trainers
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_the_loss_of_gkd_as_the_guide_writes_it(beta, gkd_trainers):
     trainers, batch = [gkd_trainers(ours, beta=beta) for ours in (True, False)], make_batch()

@@ -1,4 +1,4 @@
-"""What stands in for TRL's head and divergence gives TRL's results, of whole and of sharded heads."""
+"""The replacements of TRL's head and divergence give TRL's results, for whole and for sharded heads."""
 
 import contextlib
 import copy
@@ -43,12 +43,12 @@ def test_every_output_is_that_of_trl(outputs, softcap, scale, temperature, bias)
     for name, our, their in zip(("log_probs", *OPTIONAL_OUTPUTS), ours[0], theirs[0], strict=True):
         assert (our is None) == (their is None) == (name not in outputs)
         if our is not None:
-            # the entropy and sum of p^2 are differences of numbers near lse: 1e-6 of it
+            # the entropy and the sum of p^2 are differences of numbers near lse; the error is 1e-6 of lse
             torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
             assert our.requires_grad == (name in ("log_probs", "entropy"))
     for our, their in zip(ours[1], theirs[1]):
         if their is not None:
-            torch.testing.assert_close(our, their, rtol=0, atol=1e-5 * float(their.abs().max()))  # seen: 3e-6
+            torch.testing.assert_close(our, their, rtol=0, atol=1e-5 * float(their.abs().max()))  # 3e-6 was seen
 
 
 # --- SFT's nll: sums over the tokens ---
@@ -103,7 +103,7 @@ def test_an_sft_head_refuses_gradients_that_differ():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_float32_head_under_bfloat16_hidden_states(autocast):
-    """FSDP2's master weights, and mixed precision: float64's result, at least as near as TRL's."""
+    """FSDP2's master weights with mixed precision: close to float64's result, at least as close as TRL's."""
     hidden, weight, bias, targets = head_inputs(torch.float32, bias=True)
     hidden = hidden if autocast else hidden.detach().bfloat16().requires_grad_()
     exact = [None if t is None else t.detach().bfloat16().double() for t in (hidden, weight, bias)]
@@ -155,7 +155,7 @@ def test_the_divergence_is_that_of_trl(beta, items):
 
 
 class TakenAway:
-    """A stand-in for ZeRO-3: parameters are empty but inside of TRL's context, as DeepSpeed leaves them."""
+    """A stand-in for ZeRO-3: outside of TRL's context, parameters are empty, as DeepSpeed leaves them."""
 
     def __init__(self, *parameters) -> None:
         self.whole = {id(parameter): parameter.data for parameter in parameters}
@@ -197,7 +197,7 @@ def one_process():
 
 
 def test_a_head_that_fsdp2_has_sharded(one_process):
-    """TRL gathers it: full_tensor()."""
+    """TRL gathers the head by full_tensor()."""
     model, batch = make_model("Llama"), make_batch()
     reference = copy.deepcopy(model)
     for module in (*model.model.layers, model):

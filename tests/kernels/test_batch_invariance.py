@@ -1,6 +1,6 @@
-"""The bits of a token's numbers depend on that token's operands alone: on a CPU, and in Triton's interpreter.
+"""The bits of a token's results depend only on that token's operands: on a CPU, and in Triton's interpreter.
 
-What is asked of a token and what must not matter stand in benchmarks/batch_invariance.py.
+benchmarks/batch_invariance.py says what is computed for a token and what must not matter.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -28,7 +28,7 @@ def differing(pool, ways, asked=ASKED):
 
 @pytest.mark.parametrize(
     "shape", [(300, 48, 509), (70, 300, 3), (290, 1, 11)], ids=str
-)  # a row is no vector's multiple
+)  # rows are no multiple of a vector
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:workspace")
 def test_bits_depend_on_the_token_alone(shape, dtype):
@@ -38,7 +38,7 @@ def test_bits_depend_on_the_token_alone(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_last_chunk_and_block_are_of_several_rows(dtype):
-    """129 tokens in chunks of 128 would leave one, whose products and sums have an order of their own."""
+    """129 tokens in chunks of 128 would leave one alone, and products and sums of one row have another order."""
     pool = draw_pool(Shape(257, 24, 33000), dtype, CPU, seed=torch.initial_seed())
     with flce_ops.workspace(1 << 20):
         ways = list(callings(pool, 0, 0))[-1:]
@@ -93,13 +93,15 @@ MASK = {"output_mask": [True, True, False]}
 OF_ROWS = {"argmax": True, "log_sum_sq_probs": True, "mean_logit": True}
 
 
-TILE = 128  # the interpreter's products are numpy's, where a row's bits depend on its place in a tile
+TILE = 128  # the interpreter's products are NumPy's, where the bits of a row depend on its place in a tile
 
 
 @no_cuda
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_bits_of_kernels_depend_on_the_token_alone():
-    """Results of the forward kernel and of the one pass: every residue of N modulo 16, ignored tokens, chunks."""
+    """Results of the forward kernel and of the one-pass kernels, for every residue of N modulo 16, with ignored tokens
+    and several chunks.
+    """
     pool = draw_pool(Shape(150, 40, 300), torch.float16, CPU, seed=torch.initial_seed())
 
     def forward(call):
@@ -126,9 +128,10 @@ def test_bits_of_kernels_depend_on_the_token_alone():
 
 @no_cuda
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("sure", [False, True])  # of its target, whose exponential is then more than the row's sum
+# whether the model is sure of the target, whose exponential then exceeds the sum of the others
+@pytest.mark.parametrize("sure", [False, True])
 def test_forward_one_pass_and_recomputing_have_the_same_bits(sure):
-    """With gradients or without, in a small workspace; forward has sums of its own for an entropy."""
+    """With and without gradients, and in a small workspace. For an entropy, forward has separate sums."""
     pool = draw_pool(Shape(150, 40, 300), torch.float16, CPU, seed=torch.initial_seed())
     pool.target[::7] = -100
     if sure:

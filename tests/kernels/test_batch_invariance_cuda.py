@@ -1,4 +1,4 @@
-"""The bits of a token's numbers depend on that token's operands alone: bfloat16 and float16 on a GPU, 10^7 tokens."""
+"""The bits of a token's results depend only on that token's operands: bfloat16 and float16 on a GPU, 10^7 tokens."""
 
 # N tokens, D hidden, V vocabulary
 

@@ -1,6 +1,7 @@
-"""Triton compiles the kernels of a head once, for every number of tokens, and ahead of the first launch.
+"""Triton compiles the kernels of a head once for every number of tokens, and compiles them before the first launch.
 
-Without a GPU: kernels are compiled for one that is not there. Where compilations are only counted, none is made.
+Runs without a GPU: the kernels are compiled for a GPU that is not there. Tests that only count compilations compile
+nothing.
 """
 
 import json
@@ -13,7 +14,7 @@ import flce_ops
 
 pytest.importorskip("triton")
 
-# what is in the cache of kernels is counted by Triton's own key
+# counts cached kernels by Triton's own key
 COUNT = """
 import json, os, random, sys
 os.environ.pop("TRITON_INTERPRET", None)
@@ -58,7 +59,7 @@ print(json.dumps([counts, len(set(compiled)), compiled[counts[0]:], list(heavy)]
     [
         ("linear_cross_entropy", 512, 32000, None, {}),
         ("linear_cross_entropy", 4096, 128256, None, {"bias": True}),
-        ("linear_cross_entropy", 1024, 50257, 64 << 20, {"label_smoothing": 0.1}),  # V odd; logits are made again
+        ("linear_cross_entropy", 1024, 50257, 64 << 20, {"label_smoothing": 0.1}),  # V is odd; logits are recomputed
         ("linear_cross_entropy", 512, 50257, None, {"gradient_threshold": 0.02}),
         ("linear_log_probs", 512, 32000, None, {"entropy": True}),
         ("linear_log_probs", 4096, 128256, None, {"entropy": True}),
@@ -75,7 +76,7 @@ def test_no_number_of_tokens_compiles_a_kernel_that_was_not_compiled_ahead(funct
     (ahead, in_the_end), kernels, new, imported = json.loads(done.stdout)
     assert in_the_end == ahead, new
     assert not imported
-    assert kernels <= ahead <= 2.1 * kernels  # variants are few: the first chunk, the last, a rescue's
+    assert kernels <= ahead <= 2.1 * kernels  # few variants: the first chunk, the last one, and those of a rescue
 
 
 COMPILE = """
@@ -176,7 +177,7 @@ def test_a_kernel_that_does_not_compile_is_named_and_forgotten():
 
 
 class OnGpu:
-    """A Triton path whose launches run in the interpreter, on tensors that are taken to be on a GPU."""
+    """A Triton path whose launches run in the interpreter, on tensors that pretend to be on a GPU."""
 
     def __init__(self, monkeypatch) -> None:
         from flce_ops.ops import paths, registration
@@ -274,7 +275,7 @@ def test_a_call_goes_on_where_compiling_ahead_fails(gpu, caplog):
 
 
 def test_calls_of_one_head_differ_in_no_more_than_tokens():
-    """A head whose kernels are compiled is known again, whatever the number of tokens."""
+    """A head whose kernels are compiled is recognised, whatever the number of tokens."""
     from flce_ops.meta.arguments import WithGrad
     from flce_ops.triton.launch.ahead import head_of
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: no host synchronisation, CUDA graphs, device asserts, peak memory."""
+"""What only a GPU can show: no host synchronisation, CUDA graphs, device-side asserts, peak memory."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -40,12 +40,12 @@ def forward_and_backward(inputs, **options):
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 def test_half_runs_on_triton_and_the_rest_on_aten(dtype):
-    """No silent fallback; last_path() says what ran."""
+    """There is no silent fallback: last_path() says what ran."""
     inputs = make_inputs(device="cuda", dtype=dtype)
     for reduction in ("mean", "none"):
         forward_and_backward(inputs, reduction=reduction)
         path = flce_ops.last_path()
-        # float16 makes the gradients of a scalar loss, too, where its scale is known
+        # float16 makes the gradients of a scalar loss in backward, too, because only backward knows the loss scale
         assert path.op.endswith("with_grad" if reduction == "mean" and dtype != torch.float16 else "backward")
         assert path.implementation == ("triton" if dtype in HALVES else "aten"), path
 
@@ -55,27 +55,30 @@ def test_half_runs_on_triton_and_the_rest_on_aten(dtype):
 
 @pytest.mark.parametrize("shape", [(2048, 1024, 32003), (1000, 4096, 128256), (1024, 1000, 50257)], ids=str)
 def test_bf16_gradients_on_data_like_a_language_model(shape):
-    """the benchmarks: exponentials rounded rather than logits leave 2.4e-3 in dX where rounded logits leave 1e-2."""
+    """As in the benchmarks. Rounding exponentials instead of logits leaves an error of 2.4e-3 in dX; rounding logits
+    leaves 1e-2.
+    """
     needs_memory(24)
     inputs = make_inputs(shape, device="cuda", dtype=torch.bfloat16, ignored=0.02)
     exact = run_reference(inputs)
     ours = run(flce_ops.linear_cross_entropy, inputs)
-    assert error(ours["loss"], exact["loss"]) < 1e-5  # tensor cores truncate the sums of 4096 products
-    # 1.8e-3 on the benchmarks' data; here one feature carries the prior, which the gradient's entries cancel along
+    assert error(ours["loss"], exact["loss"]) < 1e-5  # tensor cores truncate sums of 4096 products
+    # 1.8e-3 on the benchmarks' data. Here one feature carries the prior, along which the gradient's entries cancel.
     assert error(ours["input"], exact["input"]) < 3.5e-3
     assert error(ours["linear_weight"], exact["linear_weight"]) < 3e-3
     plain = run(plain_loss, inputs)
     for name in ("input", "linear_weight"):
-        # E and c * input are rounded for dW, plain torch's G once: seen 0.4 to 1.1 of its error, by the data
+        # for dW, E and c * input are rounded, while plain torch rounds G once: 0.4 to 1.1 of its error were seen,
+        # depending on the data
         assert error(ours[name], exact[name]) <= 1.2 * error(plain[name], exact[name]), name
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_softmax_sees_unrounded_logits(reduction, dtype, bound):
-    """Log-probabilities right to float32 from half operands; gradients to their own rounding.
+    """Log-probabilities of half operands are accurate to float32, gradients to the rounding of their dtype.
 
-    The mean's are small: in float16 without a loss scale they lose digits as plain torch's do.
+    The gradients of a mean are small: in float16 without a loss scale they lose digits, as plain torch's do.
     """
     inputs = make_inputs((512, 256, 1021), device="cuda", dtype=dtype, bias=True)
     exact, ours = (
@@ -101,11 +104,11 @@ def synchronisation_is_an_error():
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 def test_no_host_synchronisation(synchronisation_is_an_error, everything, reduction, dtype):
-    """No .item() on the token count, no nonzero."""
+    """Neither .item() on the token count nor nonzero may run."""
     made = {**EVERYTHING, "normalizer": reduction != "none"} if everything else {}
     options = OPTIONS if everything else {}
     inputs = make_inputs((300, 64, 1021), device="cuda", dtype=dtype, **made)
-    forward_and_backward(inputs, reduction=reduction, **options)  # compiles the kernels
+    forward_and_backward(inputs, reduction=reduction, **options)  # the first call compiles the kernels
     torch.cuda.synchronize()
     synchronisation_is_an_error()
     with flce_ops.workspace(MiB):  # several chunks
@@ -143,7 +146,7 @@ def test_no_host_synchronisation_elsewhere(synchronisation_is_an_error, how):
 
 
 def captured(step):
-    """A CUDA graph of `step`, and what its replays write to."""
+    """A CUDA graph of `step`, and the tensors that its replays write."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -160,7 +163,7 @@ def captured(step):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 def test_cuda_graph_capture_and_replay(everything, reduction, dtype):
-    """Replayed on other numbers and another set of ignored tokens, the graph gives what eager gives for them."""
+    """Replayed on other numbers and other ignored tokens, the graph gives the results of eager mode on them."""
     made = {**EVERYTHING, "normalizer": reduction != "none"} if everything else {}
     options = {**(OPTIONS if everything else {}), "reduction": reduction}
     static, other = (make_inputs((300, 64, 1021), device="cuda", dtype=dtype, **made) for _ in range(2))
@@ -210,7 +213,7 @@ def test_compiled_with_cuda_graphs(reduction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_work_stays_on_the_current_stream(reduction, dtype):
-    """The side stream fills the operands late; a kernel on another stream would read the zeros."""
+    """The side stream fills the operands late. A kernel on another stream would read zeros."""
     from benchmarks.busy_device import keep_busy
 
     inputs = make_inputs((512, 256, 1021), device="cuda", dtype=dtype)
@@ -308,9 +311,9 @@ def test_a_value_that_the_host_does_not_know_is_a_device_assert_with_a_message(n
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("bytes", [None, 128 * MiB])
 def test_peak_memory_of_a_real_head_stays_within_the_workspace(bytes, reduction):
-    """8192 x 2048 x 128256: logits of 2 GiB in bf16, 4 in float32. No float32 copy of the weight.
+    """8192 x 2048 x 128256: logits of 2 GiB in bf16, of 4 GiB in float32. No float32 copy of the weight exists.
 
-    Losses per token save logits of twice the workspace beside it.
+    Losses per token save logits in addition, up to twice the workspace.
     """
     needs_memory(16)
     inputs = make_inputs((8192, 2048, 128256), device="cuda", dtype=torch.bfloat16, ignored=0.02)

@@ -1,4 +1,6 @@
-"""Tensors on two devices are refused by name, whichever of a call is the odd one; "meta" stands for another device."""
+"""Tensors on two devices are refused by name, whichever argument is on the other device. "meta" stands for the other
+device.
+"""
 
 # N tokens, D and E hidden sizes, V vocabulary, K positions of a K-dimensional loss
 
@@ -12,9 +14,10 @@ N, D, E, V, K = 6, 4, 5, 9, 2
 HIDDEN, HEAD = {"input": torch.randn(N, D)}, {"linear_weight": torch.randn(V, D), "linear_bias": torch.randn(V)}
 LABELS = {"target": torch.randint(V, (N,))}
 FACTORS = {"weight": torch.rand(V), "token_weight": torch.rand(N)}
-NUMBERS = {"normalizer": torch.tensor(3.0)}  # which may be on the CPU beside tensors of a GPU
-SCALES = {"logit_scale": torch.tensor(2.0), "temperature": torch.tensor(0.5)}  # the same
+NUMBERS = {"normalizer": torch.tensor(3.0)}  # may be on the CPU beside tensors of a GPU
+SCALES = {"logit_scale": torch.tensor(2.0), "temperature": torch.tensor(0.5)}  # may be on the CPU, too
 TEACHER = {"teacher_input": torch.randn(N, E), "teacher_weight": torch.randn(V, E), "teacher_bias": torch.randn(V)}
+OF_TOKENS = {name: torch.randn(N) for name in ("advantages", "old_log_probs", "ref_log_probs")}
 POSITIONS = {
     "linear_weight": torch.randn(V, K, D),
     "linear_bias": torch.randn(V, K),
@@ -27,6 +30,11 @@ CALLS = {
     "learnt scale": (flce_ops.linear_cross_entropy, HIDDEN | HEAD | LABELS | SCALES),
     "probabilities": (flce_ops.linear_cross_entropy, HIDDEN | HEAD | {"target": torch.rand(N, V)}),
     "positions": (flce_ops.linear_cross_entropy, HIDDEN | POSITIONS),
+    "soft targets": (
+        flce_ops.linear_cross_entropy,
+        HIDDEN | HEAD | {"target": torch.randint(V, (N, K)), "target_weight": torch.rand(N, K)},
+    ),
+    "policy": (flce_ops.linear_policy_loss, HIDDEN | HEAD | LABELS | OF_TOKENS | {"token_weight": torch.rand(N)}),
     "log-probabilities": (flce_ops.linear_log_probs, HIDDEN | HEAD | LABELS),
     "given logits": (flce_ops.cross_entropy, {"logits": torch.randn(N, V)} | LABELS | FACTORS | NUMBERS),
     "divergence": (flce_ops.linear_kl_div, HIDDEN | HEAD | LABELS | TEACHER | {"token_weight": torch.rand(N)}),

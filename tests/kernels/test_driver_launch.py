@@ -1,4 +1,4 @@
-"""Launches handed to the driver without Triton, one by one or, at addresses that come again, as one graph."""
+"""Launches that go to the driver without Triton: one by one, or as one graph if the same addresses come again."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from fake_driver import eight_bytes, in_place_of_cuda
 driver_launch = pytest.importorskip("flce_ops.triton.launch.driver_launch")
 launch_graphs = pytest.importorskip("flce_ops.triton.launch.launch_graphs")
 
-CELL_AT = {}.get  # no memory of the step
+CELL_AT = {}.get  # no address is memory of the step
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def launch_with(fake, *parameters):
 
 
 def test_a_hook_on_launches_is_a_chain():
-    """What flce_ops/triton/launch/replay.py asks Triton for: whether somebody watches."""
+    """flce_ops/triton/launch/replay.py asks Triton whether somebody watches launches."""
     runtime = pytest.importorskip("triton").knobs.runtime
     assert runtime.launch_enter_hook.calls == runtime.launch_exit_hook.calls == []
 
@@ -35,7 +35,7 @@ def test_a_driver_launch_takes_new_addresses_and_keeps_its_other_parameters(fake
     parameters = eight_bytes(4096), eight_bytes(4097), tensor_map, (5).to_bytes(4, "little")
     for _ in range(2):
         assert launches.add(launch_with(fake, *parameters), cells.get)
-    assert len(launches.maps) == 1  # both launches read one
+    assert len(launches.maps) == 1  # both launches read the same map
     for address in (640, 1280):
         cells[4096].value, cells[8192].value = address, address + 64
         launches.run(5)
@@ -69,7 +69,7 @@ def test_launches_at_addresses_that_come_again_are_one_graph(fake, monkeypatch):
     graphs = launch_graphs.LaunchGraphs(launches)
 
     def call(address):
-        """As Replay.run; the addresses that kernels then ran with, and how many launches it took."""
+        """Works as Replay.run. Returns the addresses that the kernels ran with, and the number of launches."""
         fake.launched.clear()
         if not graphs.run(address, 5):
             cell.value = address
@@ -86,7 +86,7 @@ def test_launches_at_addresses_that_come_again_are_one_graph(fake, monkeypatch):
     several = launch_graphs.LAUNCHES_AT_LEAST
     for address, times in ((640, several), (1280, several), (640, several), (640, 1), (1280, several), (1280, 1)):
         assert call(address) == ({address}, times)
-    capturing = True  # the graph of another: nothing but kernels goes into it
+    capturing = True  # another graph is being captured: only kernels may enter it
     assert call(640) == ({640}, several) and call(99) == ({99}, several) and 99 not in graphs.known
     capturing = False
     for address in range(2048, 2048 + launch_graphs.ADDRESSES_AT_MOST):
@@ -95,7 +95,7 @@ def test_launches_at_addresses_that_come_again_are_one_graph(fake, monkeypatch):
 
 
 def test_graphs_that_nobody_used_make_room_for_others(fake, monkeypatch):
-    """Of other kinds, too; while all are in use there are no more."""
+    """Unused graphs of other kinds make room, too. If all graphs are in use, no new one is made."""
     now = [0.0]
     monkeypatch.setattr(launch_graphs, "GRAPHS_AT_MOST", 2)
     monkeypatch.setattr(launch_graphs, "time", SimpleNamespace(monotonic=lambda: now[0]))

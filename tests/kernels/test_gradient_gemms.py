@@ -1,4 +1,4 @@
-"""The two gradient GEMMs of the Triton path and the tokens they stop at, each by itself, in Triton's interpreter."""
+"""The two gradient GEMMs of the Triton path and the tokens they stop at, each alone, in Triton's interpreter."""
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, S splits of it
 
@@ -18,15 +18,15 @@ from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.copy_rows import launch_spread_rows
 from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.steps.chunking import chunk_tokens
-from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit
+from flce_ops.triton.steps.chunking import chunk_tokens, problem_of
+from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit, slices
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
 
 
 def valid_tokens_of(count, n, start=0, device="cpu"):
-    """The first `count` places of all chunks hold tokens; n of the places are this chunk's."""
+    """The first `count` places over all chunks hold tokens. n of the places belong to this chunk."""
     order = torch.arange(n, dtype=torch.int32, device=device)
     total = torch.tensor(count, dtype=torch.int32, device=device)
     return ValidTokens(order, total, start, total)
@@ -99,7 +99,7 @@ def test_the_input_gradient_of_the_valid_rows(pieces, count, memory_numbers):
 @pytest.mark.parametrize("numbers", [0, 4000, 40000])
 @pytest.mark.parametrize("count", [1, 70, 200])
 def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
-    """Parts that were written: memory that stays nan was not touched."""
+    """Shows which parts were written: memory that stays nan was not."""
     n, d, v = 200, 24, 400
     memory = torch.full((numbers,), torch.nan)
     finish = Finish(None, torch.full((n,), -1), torch.zeros(n))
@@ -120,7 +120,7 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_valid_rows(count):
     n, d, v = 128, 70, 67
     e, x = torch.rand(2 * n, v), torch.randn(2 * n, d)
     x[count:], outer = 0.0, (torch.rand(v), torch.randn(d))
-    e[-(-count // 32) * 32 :] = torch.nan  # behind the last tile of valid rows nothing is read
+    e[-(-count // 32) * 32 :] = torch.nan  # nothing is read after the last tile of valid rows
     e[count : -(-count // 32) * 32] = 0.0
     out = torch.full((v, d), torch.nan)
     gradient = WeightGradient(out, chunks=2, outer=outer)
@@ -134,14 +134,14 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_valid_rows(count):
 @interpreter
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
-    """What rounding took from c x is a second addend; rows of other classes stay as they are."""
+    """The part of c x lost to rounding is added separately. Rows of other classes stay unchanged."""
     n, d, v, count = 150, 70, 67, 140
     e, x = torch.rand(n, v).half(), torch.randn(n, d)
     high = x.half()
     low = (x - high.float()).half()
-    low[count:] = high[count:] = torch.nan  # behind the valid tokens nothing is read
+    low[count:] = high[count:] = torch.nan  # nothing is read after the valid tokens
     column = torch.randint(40, (n,))
-    column[::7] = -1  # on other ranks
+    column[::7] = -1  # these targets are on other ranks
     outer = (torch.rand(v), torch.rand(d)) if smoothed else (None, None)
     out = torch.full((v, d), 7.0)
     launch_target_rows(out, e, high, low, column, valid_tokens_of(count, n), outer)
@@ -155,7 +155,7 @@ def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
     assert (out[others] == 7.0).all() and others.any()
 
 
-@pytest.mark.parametrize("start", range(8))  # offsets that are odd, rows too few, none
+@pytest.mark.parametrize("start", range(8))  # odd offsets, too few rows, no rows
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_float32_memory_lies_in_the_tensor(dtype, start):
     tensor = torch.zeros(7, 9, dtype=dtype)
@@ -202,7 +202,7 @@ def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
 @interpreter
 @pytest.mark.parametrize("workspace, padded", [(512 * MiB, True), (4096, False)])
 def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies_fit(workspace, padded, monkeypatch):
-    """As on a GPU with tensor maps; the results are those of the operands as they are."""
+    """As on a GPU with tensor maps. The results equal those of the unpadded operands."""
     x, w, target = torch.randn(40, 35), torch.randn(67, 35), torch.randint(67, (40,))
     args = (x, w, target, None, None, torch.rand(40))
     mask = {"output_mask": [True, True, False]}
@@ -218,7 +218,7 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
 
 @interpreter
 def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
-    """The steps have their products from the first row that takes the operands, and from nowhere else."""
+    """The steps take all products from the first table row that accepts the operands."""
     from flce_ops.triton import launch_backward, launch_forward
     from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
     from flce_ops.triton.gemm import backends
@@ -251,3 +251,19 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
     made.clear()
     launch_kl_div_with_grad(x, w, None, x, w, None, None, None, per_token, **every)
     assert set(made) == all_three
+
+
+@pytest.mark.parametrize("tokens, hidden, vocab", [(8192, 896, 151936), (13000, 4096, 32000), (8192, 2304, 256000)])
+def test_a_few_chunks_more_than_fit_are_taken_where_they_take_fewer_steps(tokens, hidden, vocab):
+    weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    problem = problem_of(tokens, weight, [True, True, False], smoothed=False, sum_pairs=0)
+
+    def steps_of(cuts):
+        return sum(problem.steps(c.stop - c.start, problem.product_bytes(cuts[0].stop) // 4) for c in cuts)
+
+    steps, chunks = problem.chunks(0)
+    fewest = slices(tokens, problem.fitting())
+    assert len(chunks) > len(fewest)
+    assert steps == steps_of(chunks) < steps_of(fewest)
+    assert chunks[0].start == 0 and chunks[-1].stop == tokens
+    assert all(before.stop == after.start for before, after in zip(chunks, chunks[1:]))

@@ -1,6 +1,7 @@
-"""The first chunk's exponentials wait in grad_linear_weight: results as without it. Kernels in Triton's interpreter.
+"""The first chunk's exponentials are stored in grad_linear_weight: same results. The kernels run in Triton's
+interpreter.
 
-The workspace is small; the gradient is there anyway.
+The workspace is small, but the gradient is allocated anyway.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -21,7 +22,7 @@ from flce_ops.triton.gemm import device
 from flce_ops.triton.rows.valid_tokens import choose_chunking
 from flce_ops.triton.steps import backward, chunking, chunks, forward, one_pass_step, overlay
 from flce_ops.triton.steps.chunking import chunk_tokens
-from flce_ops.triton.steps.overlay import overlay_chunk
+from flce_ops.triton.steps.overlay import overlay_chunk, slice_tiles
 
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU here: tests/objectives/test_numerics.py", allow_module_level=True)
@@ -30,7 +31,7 @@ WAITS = "exponentials wait in grad_linear_weight"
 MiB = 2**20
 WORKSPACE = MiB // 16
 
-# (N, D, V), chunks, why
+# (N, D, V), number of chunks, reason
 CASES = [
     ((50, 64, 275), 1, "all tokens fit: N <= D"),
     ((75, 64, 275), 2, "the rest takes one chunk"),
@@ -44,7 +45,9 @@ EVERYTHING = {"bias": True, "class_weight": True, "softcap": 4.0, "z_loss": 1e-2
 
 @pytest.fixture
 def quarter(monkeypatch):
-    """Tiles and what depends on them a quarter as wide: the same slices, chunks and places in a 16th of the room."""
+    """Tiles, and what depends on them, are a quarter as wide: the same slices, chunks and places need a sixteenth of
+    the room.
+    """
     for module in (backward, chunks, chunking, forward, one_pass_step):
         monkeypatch.setattr(module, "MULTIPLE", module.MULTIPLE // 4)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, block_n=64))
@@ -57,7 +60,8 @@ def quarter(monkeypatch):
 
 
 def forget_chunkings():
-    for remembered in (chunking.best_chunking, chunking.fewest_steps):  # they know nothing of changed constants
+    # clear what was cached with the original constants
+    for remembered in (chunking.best_chunking, chunking.fewest_steps):
         remembered.cache_clear()
 
 
@@ -88,7 +92,7 @@ def test_outputs_asked_for(wanted, poisoned_memory):
 
 @pytest.mark.usefixtures("quarter")
 def test_rows_far_above_their_reference_are_rescued_in_every_slice():
-    """Losses of hundreds of nats, the largest logit in another slice than the target."""
+    """Losses of hundreds of nats, with the largest logit in another slice than the target."""
     args = operands((50, 64, 275), torch.float32, {})
     args = (args[0] * 30, *args[1:])
     row_scale = torch.rand(50)
@@ -108,7 +112,7 @@ def test_rows_far_above_their_reference_are_rescued_in_every_slice():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("more", [None, -1, 0, 1, 20])
 def test_few_valid_tokens_take_one_chunk(more, smoothing, poisoned_memory, monkeypatch):
-    """No valid token, and so many more than the chunk holds; gradients and statistics, those of ignored tokens too."""
+    """From no valid token to more than the chunk holds. Checks gradients and statistics, also of ignored tokens."""
     n, *_ = shape = 75, 64, 275
     launched = []
 
@@ -143,7 +147,7 @@ def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more)
         problem = chunking.problem_of(tokens, weight, [True, False, False], smoothed=False, sum_pairs=0)
         found = overlay_chunk(problem, rows)
     if found is None:
-        # the tokens themselves take 128 MiB at 8192 x 8192
+        # at 8192 x 8192 the tokens themselves take 128 MiB
         assert workspace < 128 * MiB or tokens < 2 * rows or more * 2 * vocab > workspace / 4
         return
     assert found.rows == rows
@@ -152,8 +156,11 @@ def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more)
     for before, cols in zip(found.columns, found.columns[1:]):
         assert cols.start == before.stop and cols.start % 256 == 0
         padded = -(-(cols.stop - cols.start) // 8) * 8
-        assert found.rows * padded <= (before.stop - before.start) * hidden  # E of a slice in the place before it
+        # E of a slice fits in the part of the gradient before it
+        assert found.rows * padded <= (before.stop - before.start) * hidden
     first = found.columns[0].stop
+    # of one size, as far as the tokens allow: a smaller first slice would take more of them
+    assert len(slice_tiles(-(-vocab // 256), first // 256 - 1, rows, hidden)) != len(found.columns)
     assert found.rows * first == found.workspace_numbers
     assert found.workspace_numbers * size <= workspace
     if not found.rows_apart:

@@ -43,7 +43,7 @@ def train(model, loss_of, batches) -> list[float]:
 @pytest.mark.parametrize(
     "device, dtype",
     [
-        ("cpu", torch.float32),  # no graphs there: the mode must do no harm
+        ("cpu", torch.float32),  # a CPU has no graphs; the mode must do no harm there
         pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],

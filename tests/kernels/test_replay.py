@@ -1,4 +1,4 @@
-"""Launches that are written down once and repeated: the same bits, in memory that is used by nothing else."""
+"""Launches are recorded once and repeated: they give the same bits, in memory that nothing else uses."""
 
 import sys
 import threading
@@ -49,7 +49,7 @@ def test_from_the_second_call_on_what_was_captured_is_launched_at_the_calls_addr
 
 
 def test_calls_with_more_results_of_their_own_are_another_kind(driver):
-    """An operator's results, and those of one like it that writes to an argument in place of the last."""
+    """Compares an operator that returns its results with a similar one that writes the last result to an argument."""
 
     def step(x, *results):
         driver.launch(1, results[-1] if len(results) > 1 else x, 0)
@@ -82,7 +82,7 @@ def test_memory_in_use_together_is_apart_and_other_memory_is_shared(driver):
 
 
 def test_memory_that_is_freed_and_had_again_is_told_apart_by_when(driver):
-    """The allocator gives out an address again: whose it is depends on the launch."""
+    """The allocator may give out an address again. The launch decides which tensor the address belongs to."""
 
     def step(x):
         for size in (64, 4096, 64):
@@ -104,7 +104,7 @@ def test_large_memory_is_allocated_in_the_sizes_of_the_step(driver):
     def step(x):
         first = x.new_empty(3 * number)
         driver.launch(1, x, first)
-        for size in (number, 2 * number, 100):  # one after another
+        for size in (number, 2 * number, 100):  # one after the other
             driver.launch(1, first, x.new_empty(size))
 
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_large_memory_is_allocated_in_the_sizes_of_the_step(driver):
 
 
 def calls_of(driver, step, launches):
-    """How often four calls run the step, each of which launches so many kernels on the caller's stream."""
+    """Counts how many of four calls run the step, which launches the given number of kernels on the caller's stream."""
     calls, x = [], torch.zeros(4)
 
     def counted(x):
@@ -127,7 +127,7 @@ def calls_of(driver, step, launches):
 
 
 def test_a_kernel_launched_by_other_means_is_repeated_where_its_parameters_are_understood(driver):
-    """Nothing asks who launched: what the stream was given is what is launched again."""
+    """It does not matter who launched a kernel: what the stream was given is launched again."""
 
     def step(x):
         driver.launch(1, x, 1)
@@ -139,7 +139,7 @@ def test_a_kernel_launched_by_other_means_is_repeated_where_its_parameters_are_u
 
 
 def driver_call(driver, function, x):
-    """As ctypes passes a launch to the driver."""
+    """Calls the driver as ctypes does."""
     ctypes = driver_launch.ctypes
     driver.sizes[function], value = [8], ctypes.c_uint64(x.data_ptr())
     driver.kept.append(value)
@@ -168,7 +168,7 @@ def test_a_step_that_does_more_than_launch_is_run_as_it_is_written(driver, what)
         driver.launch(1, x, 1)
         REFUSED[what](driver, x)
 
-    assert calls_of(driver, step, 1 + others) in (4, 5)  # once more where it could not be captured
+    assert calls_of(driver, step, 1 + others) in (4, 5)  # once more if the step could not be captured
     assert list(replay._known.values()) == [replay.NOT_REPEATABLE]
 
 

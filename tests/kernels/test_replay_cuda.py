@@ -1,4 +1,4 @@
-"""Steps that are repeated on a GPU give the bits of a step as it is written."""
+"""Repeated steps on a GPU give the bits of the step when it runs normally."""
 
 import ctypes
 
@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def made(tokens, hidden, classes, dtype, options):
-    """Operands of a call, with a third of the tokens ignored and one whose loss asks for the rescue."""
+    """Operands of a call. A third of the tokens are ignored, and one has a loss that needs the rescue."""
     x = torch.randn(tokens, hidden, device="cuda").to(dtype).requires_grad_()
     w = (torch.randn(classes, hidden, device="cuda") / hidden**0.5).to(dtype).requires_grad_()
     with torch.no_grad():
@@ -88,7 +88,7 @@ LOGITS_OPTIONS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", LOGITS_OPTIONS)
 def test_repeated_losses_of_given_logits_in_place_and_not_in_turn(options, dtype, poisoned_memory):
-    """Two operators, whose arguments are alike; a mean and a sum are one with and without a denominator."""
+    """Two operators with similar arguments. A mean and a sum are the same operator with and without a denominator."""
     options = {
         name: value.to("cuda") if isinstance(value, torch.Tensor) else value
         for name, value in LOGITS_OPTIONS[options].items()
@@ -121,7 +121,7 @@ def test_repeated_losses_of_given_logits_in_place_and_not_in_turn(options, dtype
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_repeated_losses_of_given_logits_are_right(dtype):
-    """Kinds that differ in their reduction alone, one after the other."""
+    """Kinds of calls that differ only in their reduction, one after the other."""
     for _ in range(4):
         logits, target = torch.randn(300, 1003, device="cuda").to(dtype), torch.randint(1003, (300,), device="cuda")
         target[:90] = -100
@@ -142,7 +142,7 @@ def add_one_kernel(x_ptr):
 
 
 def launch_by_ctypes(compiled, x):
-    """What Triton compiled, launched without it."""
+    """Launches a kernel that Triton compiled, without Triton."""
     function = ctypes.c_void_p(compiled.function)
     values = [ctypes.c_uint64(x.data_ptr()), *(ctypes.c_uint64(0) for _ in driver_launch.sizes_of(function.value)[1:])]
     parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -152,7 +152,7 @@ def launch_by_ctypes(compiled, x):
 
 
 def set_by_the_driver(compiled, x):
-    """No kernel."""
+    """Runs an operation of the driver that is no kernel."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     one = ctypes.c_uint(0x3F800000)
     set_numbers = driver_launch.driver().cuMemsetD32Async

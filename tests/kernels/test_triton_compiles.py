@@ -1,4 +1,4 @@
-"""Kernels that run an objective's functions compile for a GPU where there is none; the interpreter is less strict."""
+"""Kernels that run an objective's functions compile for a GPU that is not there. The interpreter is less strict."""
 
 import pytest
 from fresh_process import run_script

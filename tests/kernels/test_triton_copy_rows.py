@@ -1,4 +1,4 @@
-"""Rows copied to rows of another length, bit for bit; on a GPU or in Triton's interpreter."""
+"""Copies of rows to rows of another length are exact, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SIZES = [(37, 520, 524), (37, 1003, 1008), (37, 4, 8), (9, 1030, 1026), (9, 8, 3
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows, columns, wanted", SIZES)
 def test_columns_are_copied_and_the_missing_ones_are_zeros(rows, columns, wanted, dtype):
-    """Of contiguous rows, of every third row, of columns in memory, and of a matrix that starts in between."""
+    """Contiguous rows, every third row, a transposed matrix, and a matrix that starts inside its memory."""
     matrix = torch.randn(rows, columns, device=DEVICE, dtype=dtype)
     matrix[0, 0], matrix[1, 1] = torch.nan, -0.0
     wide = torch.randn(rows, columns + 8, device=DEVICE, dtype=dtype)

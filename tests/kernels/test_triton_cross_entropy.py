@@ -14,7 +14,7 @@ from flce_ops.aten import cross_entropy as aten
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 
-# of the interpreter, which has no fused multiplication and addition: twice what was seen
+# for the interpreter, which has no fused multiply-add: twice the error that was seen
 TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 
 
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("shape", "padded", "options"),
-    [  # a block has 32 numbers in float32, 64 in float16; up to 2 are held, without a softcap
+    [  # a block has 32 numbers in float32, 64 in float16; without a softcap up to 2 blocks stay in registers
         ((3, 131), 0, {}),
         ((3, 203), 3, {"label_smoothing": 0.1}),
         ((3, 131), 3, OPTIONS[1]),

@@ -1,6 +1,6 @@
 """The Triton kernels on the CPU, through Triton's interpreter: float32 and float16, against float64 in plain ATen.
 
-bfloat16 is left to the GPU: the interpreter's bfloat16 dot is wrong in Triton 3.6 to 3.9.
+bfloat16 is tested on GPUs only, because the interpreter's bfloat16 dot is wrong in Triton 3.6 to 3.9.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -19,15 +19,16 @@ from flce_ops.triton.rows.scale_rows import launch_scale_rows
 from flce_ops.triton.rows.set_entries import launch_set_entries
 
 pytestmark = [
-    # conftest.py turns the interpreter on where there is no GPU, before anything imports triton
+    # without a GPU, conftest.py turns the interpreter on before anything imports triton
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
 ]
 
-# the error seen over the options below, times two
+# twice the error seen with the options below
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3}
 
-RAGGED, EVEN = (37, 35, 131), (32, 32, 128)  # tiles are 32x128x32: partial ones on every side, and none
+# tiles are 32x128x32: RAGGED has partial tiles on every side, EVEN has none
+RAGGED, EVEN = (37, 35, 131), (32, 32, 128)
 
 OPTIONS = [
     {},
@@ -82,7 +83,8 @@ def test_forward_kernels_agree_with_float64(shape, dtype, options, poisoned_memo
 def test_backward_kernels_agree_with_float64(shape, dtype, options, poisoned_memory):
     args = operands(shape, dtype, options)
     target, lse, *_ = aten.forward(*double(*args), **logit_options(options))
-    # a loss's signs: cotangents of random sign cancel in the sums over tokens and leave the rounding of G
+    # cotangents have the signs of a loss. With random signs, sums over tokens would cancel and leave only the rounding
+    # of G.
     cotangents = list((torch.rand(3, shape[0]) + 0.1) * torch.tensor([[-1.0], [1.0], [-1.0]]))
     if "label_smoothing" not in options:
         cotangents[2] = None
@@ -104,7 +106,7 @@ def test_one_pass_kernels_agree_with_float64(shape, options, poisoned_memory):
 
 
 def test_smoothing_reads_no_ignored_token(poisoned_memory):
-    """And its sum over classes is as right as one of float32 logits, where these are far from 0 too."""
+    """The smoothing sum over classes is as accurate as a sum of float32 logits, also if these are far from 0."""
     args = list(operands((97, 35, 1200), torch.float32, {"bias": True, "class_weight": True}))
     args[1] += 3.0
     args[0] += 0.5
@@ -112,7 +114,7 @@ def test_smoothing_reads_no_ignored_token(poisoned_memory):
     options = {"output_mask": [True, True, True], "label_smoothing": 0.1}
     exact, plain = aten.with_grad(*double(*args), **options), aten.with_grad(*args, **options)
     found = launch_with_grad(*args, **options)
-    assert error(found[1], exact[1]) <= 1.2 * error(plain[1], exact[1])  # the losses of tokens; seen: 0.8 to 0.9
+    assert error(found[1], exact[1]) <= 1.2 * error(plain[1], exact[1])  # losses of the tokens; 0.8 to 0.9 was seen
     args[0][args[2] == -100] = torch.nan
     for ours, same in zip(launch_with_grad(*args, **options), found, strict=True):
         assert torch.equal(ours, same)
@@ -127,14 +129,14 @@ def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memor
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_one_pass_kernels_agree_with_float64_over_several_chunks(chunks, poisoned_memory, monkeypatch):
     monkeypatch.setattr("flce_ops.triton.steps.chunking.RECOMPUTE_BELOW", 0)
-    with flce_ops.workspace(1):  # the smallest chunk has 128 rows
+    with flce_ops.workspace(1):  # even the smallest chunk has 128 rows
         args = operands((128 * chunks - 106, 20, 67), torch.float32, {"bias": True})
         assert_one_pass(args, {}, [True, True, True], chunks=chunks)
 
 
 @pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids=str)
 def test_a_small_workspace_recomputes_and_says_so(options, poisoned_memory):
-    """Slices of the rows and of the vocabulary: 2 and 2."""
+    """Two slices of the rows and two of the vocabulary."""
     args = operands((150, 20, 300), torch.float32, options)
     with flce_ops.workspace(1):
         assert_one_pass(args, options, [True, True, args[3] is not None], chunks=2, reason="recomputing")
@@ -147,7 +149,7 @@ def test_a_small_workspace_recomputes_and_says_so(options, poisoned_memory):
     ids=str,
 )
 def test_a_mean_is_the_sum_of_row_scales_over_its_denominator(way, denominator, poisoned_memory):
-    """One division, of the same numbers: the same bits but for the loss, whose sum is divided as a whole."""
+    """One division of the same numbers gives the same bits. The loss is an exception: its sum is divided as a whole."""
     args = list(operands((150 if way == "recomputing" else 37, 20, 67), torch.float32, {}))
     if way == "no token":
         args[2] = torch.full_like(args[2], -100)
@@ -190,7 +192,7 @@ def test_a_shard_of_the_vocabulary_counts_only_its_own_targets(vocab_start):
 
 @pytest.mark.parametrize("case", ["logits of magnitude 1e4", "-inf bias", "target at a -inf bias"])
 def test_rows_far_above_their_reference_are_rescued(case):
-    """The target's logit is hundreds of nats under the largest: exp(z - reference) overflows in the first pass."""
+    """The target's logit is hundreds of nats below the largest, so exp(z - reference) overflows in the first pass."""
     N, D, V = RAGGED
     x, w, target, _, _ = operands(RAGGED, torch.float32, {})
     bias = None
@@ -208,8 +210,9 @@ def test_rows_far_above_their_reference_are_rescued(case):
     assert found[2].isfinite().all() and found[3].isfinite().all()
     finite = truth[1].isfinite()
     assert torch.equal(finite, found[1].isfinite())
-    plain = aten.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)  # float32 at these magnitudes
-    # a float32 logit is off by this many nats, and where two classes are that near, so is their probability, either way
+    # float32 is good enough at these magnitudes
+    plain = aten.with_grad(x, w, target, bias, None, row_scale, output_mask=mask)
+    # A float32 logit is off by this many nats. If two classes are that close, so are their probabilities.
     rounding = torch.finfo(torch.float32).eps * (x.double() @ w.double().T).abs().max()
     for ours, theirs, exact in zip(found[1:4], plain[1:4], truth[1:4], strict=True):
         keep = exact.isfinite()
@@ -220,11 +223,11 @@ def test_rows_far_above_their_reference_are_rescued(case):
 def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient(expected_log_prob):
     x, w, target, _, _ = operands(RAGGED, torch.float32, {})
     bias = torch.full((RAGGED[2],), float("-inf"))
-    shard = {"vocab_start": RAGGED[2]}  # every target lies before it
+    shard = {"vocab_start": RAGGED[2]}  # every target is before the shard
     wanted = {"vocab_size": 2 * RAGGED[2], "expected_log_prob": expected_log_prob}
     _, lse, *_ = launch_forward(x, w, target, bias, **wanted, **shard)
     assert torch.equal(lse, torch.where(target == -100, 0.0, float("-inf")))
-    zero = torch.zeros_like(lse)  # what flce_ops/ops/autograd.py hands over for lse, and its cotangents
+    zero = torch.zeros_like(lse)  # lse and cotangents as flce_ops/ops/autograd.py passes them
     expectations = {"grad_expected_log_prob": zero, "expected_log_prob": zero} if expected_log_prob else {}
     grads = launch_backward(
         zero, zero, None, x, w, target, bias, None, zero, output_mask=[True, True, True], **shard, **expectations
@@ -244,7 +247,7 @@ def test_weighted_column_sums_agree_with_float64():
     matrix, factor = torch.randn(2100, 131), torch.randn(2100)
     assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
     assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6
-    tall = torch.rand(40000, 1)  # two steps, and one more; of one sign, as a sum near 0 has no relative error
+    tall = torch.rand(40000, 1)  # two steps, and one more; all of one sign, because a sum near 0 has no relative error
     assert error(weighted_column_sum(tall, None), tall.double().sum(0)) <= 1e-6
     kept = weighted_column_sum(matrix, factor, valid_tokens_of(1300, 2100))
     assert error(kept, factor[:1300].double() @ matrix[:1300].double()) <= 1e-6
@@ -258,7 +261,7 @@ def test_rows_are_scaled_and_rounded_once(dtype):
     launch_scale_rows(matrix, factor, out, valid_tokens_of(130, 300), rest)
     assert torch.equal(out[:130], exact[:130].to(dtype))
     assert torch.equal(rest[:130], (exact - exact.to(dtype).float())[:130].to(dtype))
-    assert not out[130:256].any() and out[256:].isnan().all()  # zeros as far as a tile may reach
+    assert not out[130:256].any() and out[256:].isnan().all()  # zeros up to where a tile may reach
 
 
 def test_entries_are_set_in_the_columns_of_the_matrix_only():
@@ -276,7 +279,7 @@ def test_entries_are_set_in_the_columns_of_the_matrix_only():
 
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
 def test_recomputed_rows_add_up_to_zero_at_any_magnitude(offset, poisoned_memory):
-    """One float32 holds an lse of 10^4 to 5e-4; lse_rest holds what it lacks."""
+    """One float32 represents an lse of 10^4 to 5e-4. lse_rest holds the remainder."""
     args = operands(RAGGED, torch.float32, {"bias": True})
     args[3].add_(offset)
     _, lse, *_, lse_rest, _ = launch_forward(*args)
@@ -288,7 +291,9 @@ def test_recomputed_rows_add_up_to_zero_at_any_magnitude(offset, poisoned_memory
 
 @pytest.mark.parametrize("option", ["masked_load", "masked_store"])
 def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
-    """A scalar condition broadcast into a mask is of integers in the interpreter, which took them before 3.9."""
+    """In the interpreter, a scalar condition broadcast into a mask has integers. The interpreter accepted these before
+    3.9.
+    """
     from triton.runtime.interpreter import InterpreterBuilder
 
     run, seen = getattr(InterpreterBuilder, f"create_{option}"), []
@@ -302,7 +307,7 @@ def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
     x, w, target, bias, weight = operands((5, 20, 67), torch.float32, {"bias": True, "class_weight": True})
     per_row, mask = torch.ones(5), [True, True, True]
     launch_with_grad(x, w, target, bias, weight, per_row, label_smoothing=0.1, output_mask=mask)
-    launch_with_grad(100 * x, w, target, bias, weight, per_row, output_mask=mask)  # rows are rescued
+    launch_with_grad(100 * x, w, target, bias, weight, per_row, output_mask=mask)  # some rows are rescued
     launch_forward(x, w, target, bias, weight, logit_sum=True, expected_log_prob=True, argmax=True)
     launch_backward(
         -per_row,

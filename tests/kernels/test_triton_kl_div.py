@@ -25,10 +25,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
 ]
 
-SHAPE = (37, 35, 24, 131)  # N, D, E, V: two tiles of rows, three of classes, none of them full
+SHAPE = (37, 35, 24, 131)  # two tiles of rows and three of classes, none of them full
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}
-ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-2}  # of log q - log p
-FLIPPED = 0.05  # of a kinked divergence: the few entries of a gradient that rounding puts on the other side of p = q
+ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-2}  # the error of log q - log p
+# for a divergence with a kink: the share of a gradient's entries that rounding may put on the other side of p = q
+FLIPPED = 0.05
 CASES = [(torch.float32, False), (torch.float32, True), (torch.float16, False)]
 
 
@@ -46,7 +47,7 @@ def assert_close(found, exact, tolerance):
 
 
 def off_the_kink(args, options, dtype):
-    """1 for rows of which rounding puts no entry on the other side of p = q, else 0; 1 without a kink."""
+    """1 for rows of which rounding puts no entry on the other side of p = q, otherwise 0; always 1 without a kink."""
     if options["kind"] not in KINKED:
         return torch.ones(SHAPE[0])
     input, weight, bias, teacher_input, teacher_weight, teacher_bias, probs, _ = double(*args)
@@ -62,7 +63,9 @@ def off_the_kink(args, options, dtype):
 
 
 def shift_sums(results):
-    """divergence, the two lse, student_kl: what is taken for a row's maximum is each path's own."""
+    """divergence, both lse, student_kl. An lse has two parts; each path divides it differently, so only their sums are
+    equal.
+    """
     divergence, shift, teacher_shift, student_kl = results
     return divergence, shift.double().sum(0), teacher_shift.double().sum(0), student_kl
 
@@ -106,7 +109,8 @@ def test_softcaps(kind, poisoned_memory):
     options["output_mask"] = [True, True, False]
     found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
     exact = aten.with_grad(*double(*args), row_scale.double(), **options)
-    assert_close(found, exact, 2 * TOLERANCE[dtype])  # what stands before the cap is rounded, its probabilities grow
+    # logits are rounded before the cap, and the cap makes small probabilities larger
+    assert_close(found, exact, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
@@ -125,7 +129,7 @@ def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned
 
 @pytest.mark.parametrize("nbytes, kind, cut", [(1, "reverse", (3, 128)), (250_000, "jsd", (2, 256))])
 def test_chunks_and_their_blocks(nbytes, kind, cut, poisoned_memory):
-    """Of a workspace for no row, and for G of 256 rows beside the teacher's logits of 128."""
+    """A workspace for no row, and one for G of 256 rows together with the teacher's logits of 128."""
     shape = (300, 40, 24, 131)
     args, options = arguments(torch.float32, kind, shape=shape, ignored=0.4)
     row_scale = torch.rand(shape[0])
@@ -139,7 +143,7 @@ def test_chunks_and_their_blocks(nbytes, kind, cut, poisoned_memory):
 
 @pytest.mark.parametrize("rows", [100, 128, 1280, 1408, 4000])
 def test_parts_fit_the_memory_of_both_matrices_and_fill_rounds(rows):
-    """Of tiles of 128x256, 132 at a time, at V = 128256; 1408 rows take 42 rounds, 44 in even parts."""
+    """Tiles of 128x256, 132 at a time, at V = 128256: 1408 rows take 42 rounds at once, 44 in equal parts."""
     for room in sorted({rows + 128, rows + 640, 2 * rows}):
         blocks = split_chunk(rows, min(room, 2 * rows), 768, 501, 128, 132)
         assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])] and blocks[
@@ -150,20 +154,20 @@ def test_parts_fit_the_memory_of_both_matrices_and_fill_rounds(rows):
     assert [math.ceil((block.stop - block.start) / 128 * 501 / 132) for block in blocks] == [23, 19]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # whose acceptance underflows
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # the acceptance of "nla" underflows
 def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
     args, options = arguments(torch.float32, kind, bias=True)
     args = [20 * arg if arg is not None and arg.dim() == 2 else arg for arg in args]
     for bias in (args[2], args[5]):
         bias[::3] = -torch.inf
-        bias[64:128] = -torch.inf  # a tile
+        bias[64:128] = -torch.inf  # a whole tile
     options["output_mask"] = [True, True, False]
     row_scale = torch.rand(SHAPE[0])
     call = (*args, row_scale), options
     found, plain = triton_kl_div.launch_kl_div_with_grad(*call[0], **options), aten.with_grad(*call[0], **options)
     exact = aten.with_grad(*double(*call[0]), **options)
-    # a saturated "jsd" has gradients of 1e-13: an entry of G is right to a rounding of the row's scale
-    rows = {2: args[1], 3: args[0]}  # that G is multiplied by
+    # A saturated "jsd" has gradients of 1e-13; an entry of G is accurate to the rounding of the row's scale.
+    rows = {2: args[1], 3: args[0]}  # the rows that G is multiplied by
     for k, (mine, theirs, right) in enumerate(zip(found, plain, exact, strict=True)):
         assert mine.isfinite().all()
         if right.numel():
@@ -175,7 +179,7 @@ def test_logits_of_hundreds_and_classes_switched_off(kind, poisoned_memory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_that_given_probabilities_and_the_student_leave_out(kind, poisoned_memory):
-    """Of one token the student's probability is not 0: "reverse" is inf there, without a gradient."""
+    """For one token the student's probability is not 0, so "reverse" is inf there and has no gradient."""
     args, options = arguments(torch.float32, kind, probs=True, bias=True, target=False)
     args[2][::3] = -torch.inf
     args[6][:, ::3] = 0.0
@@ -212,7 +216,7 @@ def round_trip_kernel(u_ptr, code_ptr, found_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
-    """As of a model that has not learnt: what float16 rounds of them is small, and a tile's maximum is far."""
+    """As of an untrained model: float16 rounds off little of its logits, and a tile's maximum is far away."""
     args, options = arguments(torch.float16, kind, shape=(60, 64, 64, 640))
     args = [None if arg is None else torch.randn(arg.shape).half() if arg.dim() == 2 else arg for arg in args]
     for weight in (args[1], args[4]):
@@ -221,7 +225,7 @@ def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
     grad = torch.randn(60)
     call = (*args, grad)
     found = triton_kl_div.launch_kl_div_with_grad(*call, **options)[2:4]
-    plain = aten.with_grad(*call, **options)[2:4]  # on a CPU half products are rounded, as dense torch has them
+    plain = aten.with_grad(*call, **options)[2:4]  # on a CPU half products are rounded, as in dense torch
     exact = aten.with_grad(*double(*call), **options)[2:4]
     for mine, theirs, right in zip(found, plain, exact, strict=True):
         assert error(mine, right) <= 1.3 * error(theirs, right) + FLIPPED * (kind in KINKED)
@@ -229,7 +233,9 @@ def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
 
 @pytest.mark.parametrize("kind, apart", [("forward", False), ("reverse", False), ("jsd", False), ("jsd", True)])
 def test_models_that_agree_or_share_no_class_leave_no_gradient(kind, apart, poisoned_memory):
-    """log q - log p, or log q - log m, is the same for all that count; the stored q add up to 1 within 1e-4 only."""
+    """log q - log p, or log q - log m, is the same for all classes that count. The stored q add up to 1 only within
+    1e-4.
+    """
     made = make_pair((19, 24, 24, 300), dtype=torch.float16, requires_grad=False, bias=True)
     made |= {"teacher_input": made["input"], "teacher_weight": made["linear_weight"]}
     made["linear_bias"] = made["teacher_bias"] = torch.zeros(300, dtype=torch.float16)
@@ -238,9 +244,9 @@ def test_models_that_agree_or_share_no_class_leave_no_gradient(kind, apart, pois
         made["linear_bias"] = made["linear_bias"].masked_fill(switched_off, -torch.inf)
         made["teacher_bias"] = made["teacher_bias"].masked_fill(~switched_off, -torch.inf)
     options = scalars({"kind": kind, "beta": 0.3}, "cpu") | {"output_mask": [True, False, False]}
-    row_scale = torch.full((19,), 4096.0)  # G stays above float16's smallest numbers
+    row_scale = torch.full((19,), 4096.0)  # keeps G above float16's smallest numbers
     call = (*inner_args(made), row_scale)
     _, divergence, grad_input, *_ = triton_kl_div.launch_kl_div_with_grad(*call, **options)
     _, exact, *_ = aten.with_grad(*double(*call), **options)
     assert grad_input.abs().max() <= 4096 * 5e-7
-    assert (divergence - exact).abs().max() <= 3e-5  # of 0.6, where the stored p are added up
+    assert (divergence - exact).abs().max() <= 3e-5  # relative to 0.6, for sums of the stored p

@@ -1,7 +1,7 @@
-"""Operands of the Triton kernels in every memory layout: in Triton's interpreter (float32), on a GPU in bfloat16.
+"""Operands of the Triton kernels in every memory layout: float32 in Triton's interpreter, bfloat16 on a GPU.
 
-tests/sources/test_layouts.py asks the public function, whose small workspace recomputes; here each way to make a
-gradient runs.
+tests/sources/test_layouts.py tests the public function, which recomputes in its small workspace. Here every way to make
+a gradient runs.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -23,7 +23,7 @@ from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
-ON_GPU = torch.cuda.is_available()  # the interpreter stands in where there is none
+ON_GPU = torch.cuda.is_available()  # the interpreter stands in if there is none
 GPU = [pytest.mark.gpu] if ON_GPU else []
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -32,8 +32,8 @@ WAITS = "wait in grad_linear_weight"
 
 pytestmark = [*GPU, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy on log2(0)
 
-# mode: (N, D, V), bytes of workspace, what last_path() says. (On a GPU a float32 sum takes the overlay chunk's place up
-# to a weight gradient of 8 Mi numbers.)
+# mode: (N, D, V), bytes of workspace, what last_path() says. (On a GPU a float32 sum replaces the overlay chunk for
+# weight gradients of up to 8 Mi numbers.)
 MODES = {
     "few tokens": ((12, 24, 67), 512 * MiB, ""),
     "one chunk": ((130, 24, 67), 512 * MiB, ""),
@@ -49,8 +49,8 @@ def cross(*lists):
     return [" | ".join(case) for case in itertools.product(*lists)]
 
 
-# Everything on a GPU; the interpreter takes 4 s for 130 tokens, so there each mode meets the layouts that its buffers
-# could take over, and few tokens all.
+# On a GPU every combination runs. The interpreter takes 4 s for 130 tokens, so there each mode gets only the layouts
+# that affect its buffers, and all layouts run with few tokens.
 ONE_PASS, SHARD = cross(MODES, MATRIX_LAYOUTS, MASKS), cross(["12", "260"], MATRIX_LAYOUTS, MASKS)
 if not ON_GPU:
     ONE_PASS = [
@@ -63,7 +63,7 @@ if not ON_GPU:
 
 
 def laid_out(args, matrices, vectors):
-    """The same values in other layouts; an expanded linear_weight would leave no gradient to judge."""
+    """The same values in other layouts. linear_weight is not expanded, because that leaves no gradient to compare."""
     layouts = [matrices if tensor is not None and tensor.dim() == 2 else vectors for tensor in args]
     if matrices == "expanded":
         layouts[1] = "both_steps"
@@ -71,7 +71,7 @@ def laid_out(args, matrices, vectors):
 
 
 def made(shape, matrices, vectors):
-    """(input, linear_weight, target, linear_bias, weight, row_scale), and in those layouts, which must hold them."""
+    """Returns (input, linear_weight, target, linear_bias, weight, row_scale), and the same in these layouts."""
     options = {"bias": True, "class_weight": True}
     args = [*operands(shape, DTYPE, options), torch.rand(shape[0]) / shape[0]]
     if matrices == "expanded":
@@ -83,11 +83,11 @@ def made(shape, matrices, vectors):
 
 
 def assert_matches(found, truth, names, largest_logit=0.0):
-    """`largest_logit`, for logits and means of them: equal rows have the same one, which may be near 0."""
+    """`largest_logit` is for logits and their means: equal rows have the same mean, which may be near 0."""
     for name, ours, exact in zip(names, found, truth, strict=True):
         assert ours.is_contiguous(), name
         if exact.numel():
-            # a mean of logits of 5 that is 0.1 has the rounding of 5: over 1e-6 in one draw of 50
+            # a mean of 0.1 over logits of 5 has the rounding of 5: one draw of 50 was over 1e-6
             nearly = (ours - exact).abs().max() <= TOLERANCE[torch.float32] * largest_logit
             assert nearly or error(ours, exact) <= TOLERANCE[DTYPE], name
 

@@ -1,4 +1,4 @@
-"""The Triton kernels' expected logit, its gradient and the argmax, on the CPU through Triton's interpreter."""
+"""The expected logit, its gradient and the argmax in the Triton kernels, on the CPU through Triton's interpreter."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -28,9 +28,10 @@ def forward_and_truth(args, options, **shard):
 
 
 def assert_rows(found, truth, dtype, slack=1.0, *, large=False):
-    """target_logit, lse, expected_log_prob and max_logit; the argmax where the two largest are apart.
+    """target_logit, lse, expected_log_prob and max_logit; the argmax only if the two largest logits differ enough.
 
-    Of large logits expected_log_prob is right to their last digits, not to its own: it is judged beside lse.
+    With large logits expected_log_prob is accurate to their last digits, not to its own, so it is judged relative to
+    lse.
     """
     for i in (0, 1, 3, 4):
         assert found[i].dtype == torch.float32
@@ -46,13 +47,13 @@ def test_forward_gives_the_expected_and_the_largest_logit(shape, dtype, options,
     args = operands(shape, dtype, options)
     found, truth = forward_and_truth(args, logit_options(options))
     assert_rows(found, truth, dtype)
-    assert torch.equal(found[5], truth[5])  # products of these operands are nowhere that close
+    assert torch.equal(found[5], truth[5])  # no two products of these operands are that close
 
 
 @pytest.mark.parametrize("wanted", ["expected_log_prob", "argmax", "logit_sum"])
 def test_each_alone_is_what_it_is_with_the_others(wanted, poisoned_memory):
     args = operands(RAGGED, torch.float32, {"bias": True})
-    entropy = wanted == "expected_log_prob"  # which takes the target's logit from elsewhere
+    entropy = wanted == "expected_log_prob"  # which reads the target's logit from another place
     everything = launch_forward(*args, logit_sum=True, expected_log_prob=entropy, argmax=True)
     alone = launch_forward(*args, **{wanted: True})
     sizes = {"logit_sum": [2], "expected_log_prob": [3], "argmax": [4, 5]}[wanted]
@@ -88,7 +89,7 @@ def test_the_first_of_equal_logits_within_a_tile_and_across_tiles():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("topk", [1, 3])
 def test_entropy_of_nearly_sure_rows_is_no_worse_than_plain_torch(topk, dtype):
-    """The target's logit is made twice, in two orders; what they differ by is 1000 times such a row's entropy."""
+    """The target's logit is computed twice, in two orders. The difference is 1000 times such a row's entropy."""
     classes = torch.randn(509, 64) / 8
     sure = torch.randint(509, (48,))
     x, w = (40 * classes[sure] + 0.1 * torch.randn(48, 64)).to(dtype), classes.to(dtype)
@@ -106,12 +107,12 @@ def test_entropy_of_nearly_sure_rows_is_no_worse_than_plain_torch(topk, dtype):
     _, lse, _, expected, *_, lse_rest, _ = launch_forward(x, w, target, None, None, **asked)
     known = {"expected_log_prob": expected, "grad_expected_log_prob": -slope, "lse_rest": lse_rest}
     found = (-expected, *launch_backward(None, None, None, x, w, target, None, None, lse, **mask, **known)[:2])
-    unit = 2e-7 * 48**0.5 / exact[0].norm()  # of numbers near 1, the sums of exponentials
+    unit = 2e-7 * 48**0.5 / exact[0].norm()  # for numbers near 1, the sums of exponentials
     for mine, plainly, truth in zip(found, theirs, exact, strict=True):
         assert error(mine, truth) <= 1.5 * error(plainly, truth) + unit
 
 
-# loss above 40 nats: exp(z - z_target) leaves float32's room, the chunk's exponentials are made again
+# with a loss above 40 nats, exp(z - z_target) exceeds float32, and the chunk's exponentials are computed again
 def rescued_operands(case):
     N, D, V = RAGGED
     x, w, target, _, _ = operands(RAGGED, torch.float32, {})
@@ -121,7 +122,7 @@ def rescued_operands(case):
     else:
         bias = torch.zeros(V)
         bias[::3] = float("-inf")
-        bias[0] = float("-inf")  # the stand-in of tokens that are ignored
+        bias[0] = float("-inf")  # class 0 is the stand-in for ignored tokens
         if case == "-inf bias":
             bias[target.clamp(min=0)] = 0.0
     return x, w, target, bias, None
@@ -164,7 +165,7 @@ def test_backward_of_the_expected_log_prob(shape, dtype, options, alone, poisone
     args = operands(shape, dtype, options)
     logits = logit_options(options)
     _, lse, _, mean, *_ = aten.forward(*double(*args), expected_log_prob=True, **logits)
-    cotangents = [torch.rand(shape[0]) + 0.1 for _ in range(4)]  # of one sign: nothing cancels in the sums
+    cotangents = [torch.rand(shape[0]) + 0.1 for _ in range(4)]  # of one sign, so that nothing cancels in the sums
     if alone:
         cotangents[:3] = [None] * 3
     mask = [True, True, args[3] is not None]
@@ -229,7 +230,7 @@ def test_with_grad_gives_the_argmax_of_rescued_rows(case, poisoned_memory):
 
 def test_nan_in_a_row_leaves_a_class_of_the_vocabulary_and_the_other_rows_alone():
     made = make_inputs(RAGGED, requires_grad=False)
-    made.target[3] = 5  # not ignored, which would have no class
+    made.target[3] = 5  # an ignored token would have no class
     right = launch_forward(*made.args, argmax=True, expected_log_prob=True)
     made.input[3] = torch.nan
     found = launch_forward(*made.args, argmax=True, expected_log_prob=True)

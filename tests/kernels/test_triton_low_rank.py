@@ -1,4 +1,4 @@
-"""A frozen head with a low-rank pair, in the Triton kernels: against float64, in the interpreter or on a GPU."""
+"""A frozen head with a low-rank pair in the Triton kernels, against float64, in the interpreter or on a GPU."""
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
@@ -15,12 +15,12 @@ pytest.importorskip("triton")
 from flce_ops.triton.steps.low_rank_with_grad import launch_low_rank_with_grad
 
 ON_GPU = torch.cuda.is_available()
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's dots of bfloat16 are wrong
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat16 dots are wrong
 UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:4]]
 
 
 def launched(call, mask=(True, True, True, True, False)):
-    """loss and the gradients that are wanted, by a mean over the tokens or their sum."""
+    """Returns the loss and the requested gradients, for a mean or a sum over the tokens."""
     options = dict(call.options)
     weight, reduction = options.pop("weight", None), options.pop("reduction", "mean")
     numbers = {name: torch.tensor(value, device=call.input.device) for name, value in options.items()}
@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_those_of_float64(shape, rank, options, poisoned_
     call = Call(shape, rank, DTYPE, device, bias=shape[0] != 300, options=options)
     exact = results(call.in_dtype(torch.float64), Call.dense)
     plain = results(call, Call.dense)
-    with torch.no_grad():  # what an ignored token holds does not matter
+    with torch.no_grad():  # the contents of an ignored token do not matter
         for rows in (call.input, call.pair_input):
             rows[call.target == -100] = torch.nan
     with flce_ops.workspace(1 if shape[0] == 300 else 512 << 20):
@@ -73,7 +73,7 @@ def test_only_the_gradients_asked_for(mask, poisoned_memory):
 
 
 def test_rows_whose_target_is_unlikely_are_rescued(poisoned_memory):
-    """Losses over 41 nats: the largest of exp(z - z_y) would leave float32."""
+    """With losses above 41 nats the largest exp(z - z_y) would exceed float32."""
     call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True})
     with torch.no_grad():
         call.pair_input *= 100
@@ -85,7 +85,7 @@ def test_rows_whose_target_is_unlikely_are_rescued(poisoned_memory):
 
 
 def test_classes_of_a_small_scale_or_none(poisoned_memory):
-    """Whose logits cannot be read from what the GEMMs take."""
+    """The logits of these classes cannot be computed from the operands of the GEMMs."""
     call = Call(
         (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True, "logit_scale": 0.7}
     )

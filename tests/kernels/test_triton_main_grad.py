@@ -1,4 +1,4 @@
-"""The weight gradient's GEMM that adds to a buffer: Triton in the interpreter, against float64."""
+"""The weight gradient's GEMM adds to a buffer: Triton in the interpreter, against float64."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -37,7 +37,7 @@ def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory):
         found = gradients(launch_backward_in_place, rows, args, cotangents, main_grad=main_grad, **options)
     assert (flce_ops.last_path().chunks > 1) == (workspace is not None)
     assert found[1].numel() == 0
-    # rounded as often as ranges of rows are added
+    # one rounding for each range of rows that is added
     rounded = 0.0 if buffer == torch.float32 else flce_ops.last_path().chunks * 3e-4
     assert error(main_grad.double() - before, truth[1]) <= error(usual[1], truth[1]) + rounded
     for index in (0, 2):

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 RAGGED = (37, 35, 131)
-TOLERANCE = 6e-6  # float32, the error seen times two: what a log-probability is off by, its ratio is too
+TOLERANCE = 6e-6  # float32; twice the error that was seen: a log-probability and its ratio have the same error
 OPERANDS = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
 
 
@@ -35,7 +35,7 @@ def double(value):
 
 
 def check(call, options, *, row_scale=None, denominator=None, mask=(True, True, False), tolerance=TOLERANCE, **logits):
-    """loss, losses, three gradients and log_probs of the launcher, against float64 in ATen."""
+    """Compares loss, losses, three gradients and log_probs of the launcher with float64 in ATen."""
     args = [*(call[name] for name in OPERANDS), row_scale, denominator]
     keywords = {**inner_options(**options)._asdict(), **logits, "output_mask": list(mask)}
     exact = policy_with_grad(*map(double, args), **{name: double(value) for name, value in keywords.items()})
@@ -96,7 +96,7 @@ def test_a_lead_chunk_and_the_tokens_after_it_which_recompute(poisoned_memory):
 
 
 def test_clipped_tokens_and_what_ignored_ones_hold(poisoned_memory):
-    """Ratios of inf beyond the bound too."""
+    """Ratios of inf beyond the bound are clipped, too."""
     call = make_policy(RAGGED)
     ignored = call["target"] == -100
     call["advantages"] = call["advantages"].abs()
@@ -115,6 +115,6 @@ def test_a_row_whose_classes_overflow_against_its_target_is_rescued(poisoned_mem
     call = make_policy(RAGGED)
     call["input"] = 5 * torch.randn(RAGGED[:2])
     call["linear_weight"] = 5 * torch.randn(RAGGED[2], RAGGED[1])
-    call["old_log_probs"] = None  # ratios would be as wrong as logits of hundreds are in float32
+    call["old_log_probs"] = None  # with logits of hundreds in float32, ratios would have errors as large as the logits'
     found = check(call, {}, tolerance=1e-4)
     assert found[5].min() < -200

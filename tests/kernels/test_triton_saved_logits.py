@@ -1,4 +1,4 @@
-"""Gradients from saved logits: the Triton kernels in the interpreter, against float64 and logits made again."""
+"""Gradients from saved logits: the Triton kernels in the interpreter, against float64 and against recomputed logits."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -21,14 +21,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
 ]
 
-# Of quantized logits alone, twice what was seen: float32 shows it, float16's own rounding hides it.
+# Errors of quantized logits alone, twice what was seen. float32 shows them; float16's own rounding hides them.
 TOLERANCE = {torch.float32: 2.5e-4, torch.float16: 1.5e-3}
 RAGGED = (300, 20, 300)
 MASK = [True, True, True]
 
 
 def gradients(launch_or_aten, rows, args, cotangents, **options):
-    """Of target_logit, lse, logit_sum and expected_log_prob, those that have a cotangent."""
+    """Gradients of those results among target_logit, lse, logit_sum and expected_log_prob that have a cotangent."""
     *cotangents, of_expected = cotangents
     if of_expected is not None:
         options |= {"grad_expected_log_prob": of_expected, "expected_log_prob": rows[3]}
@@ -38,14 +38,14 @@ def gradients(launch_or_aten, rows, args, cotangents, **options):
 def case(shape, dtype, wanted, ignored=0.3):
     made = make_inputs(shape, dtype=dtype, bias=True, weight=True, requires_grad=False, ignored=ignored)
     args = (*made.args, made.weight)
-    # of one sign: nothing cancels in the sums over tokens, where only the rounding of G would be left
+    # of one sign: otherwise the sums over tokens would cancel and leave only the rounding of G
     signs = (-1.0, 1.0, -0.1, 1.0)
     cotangents = [sign * (torch.rand(shape[0]) + 0.1) if name in wanted else None for name, sign in zip("alms", signs)]
     truth = aten.forward(*double(*args), logit_sum=True, expected_log_prob=True)
     return args, cotangents, gradients(aten.backward, truth, double(*args), double(*cotangents))
 
 
-# a log-probability, the entropy's expected logit, all with label smoothing's sum; how many rows
+# a log-probability; the entropy's expected logit; all of them with label smoothing's sum; and the number of rows
 WANTED = [("al", 300), ("s", 128), ("alms", 128)]
 
 
@@ -62,7 +62,7 @@ def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
 
 
 def test_forward_and_backward_in_slices(poisoned_memory):
-    """Chunks of forward end where the saved rows do; ranges of backward hold rows of both kinds."""
+    """Forward's chunks end where the saved rows end. Backward's ranges contain saved and recomputed rows."""
     args, cotangents, truth = case((450, 20, 600), torch.float32, "alms")
     with flce_ops.workspace(1):
         rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=200)
@@ -91,7 +91,7 @@ def test_quantized_logits_are_right_within_half_a_step(dtype, steps, poisoned_me
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_far_above_their_reference(case, poisoned_memory):
-    """A rescue leaves quantized logits as they are: they count from the largest logit of a tile.
+    """A rescue leaves quantized logits unchanged, because they are stored relative to the largest logit of a tile.
 
     -inf is stored as 0.
     """
@@ -110,7 +110,7 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
 
 @pytest.mark.parametrize("cut", [0, 290])
 def test_a_shard_of_the_vocabulary(cut, poisoned_memory):
-    """Most rows have no target there."""
+    """Most rows have no target in this shard."""
     x, w, _, bias, _ = operands(RAGGED, torch.float32, {"bias": True})
     args = (x, w, torch.randint(0, 600, RAGGED[:1]), bias, None)
     shard = {"vocab_start": cut, "vocab_size": 600}
@@ -139,7 +139,7 @@ def test_the_slope_of_a_softcap_is_not_saved():
 
 
 def test_operands_with_features_of_zeros_leave_saved_logits_whole(monkeypatch, poisoned_memory):
-    """V of them, whatever D is."""
+    """V features of zeros, whatever D is."""
     monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
     args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
     rows = launch_forward(*args, retain=150)
@@ -150,7 +150,7 @@ def test_operands_with_features_of_zeros_leave_saved_logits_whole(monkeypatch, p
 
 
 def test_what_holds_no_logit_is_zeros(poisoned_memory):
-    """An operator's result does not depend on what memory held."""
+    """An operator's result must not depend on former contents of memory."""
     x, w, target, _, _ = operands((70, 20, 301), torch.float32, {})
     target[:] = torch.where(torch.arange(70) % 2 == 0, -100, 5)
     *_, retained = launch_forward(x, w, target, None, None, retain=64)
@@ -161,7 +161,7 @@ def test_what_holds_no_logit_is_zeros(poisoned_memory):
 
 @pytest.mark.parametrize("num_classes", [257, 50257, 128256, 151669])
 def test_slices_of_backward_begin_where_a_tile_of_the_logits_does(num_classes):
-    """Of 256 classes on a GPU, with a maximum for each."""
+    """A tile has 256 classes on a GPU, with a maximum for each tile."""
     for nbytes in (1 << 20, 64 << 20, 300 << 20, 512 << 20):
         with flce_ops.workspace(nbytes):
             for rows in (100, 1000, 8192):

@@ -33,7 +33,7 @@ def operands(call):
 
 
 def split(options):
-    """What make_call makes, and what the operators take."""
+    """Splits make_call's options from those that the operators take."""
     made = {name: value for name, value in options.items() if value is True}
     return made, scalars({name: value for name, value in options.items() if value is not True})
 
@@ -56,7 +56,7 @@ def test_one_pass(topk, options, poisoned_memory):
 
 
 def test_equal_classes_are_one_class_to_the_bit():
-    """Whose weight is their sum: halves and quarters, so that the sums are exact."""
+    """The weight of the class is the sum of theirs. The weights are halves and quarters, so that the sums are exact."""
     call = make_call(dtype=torch.float32, shape=RAGGED, topk=8)
     call["target_weight"] = torch.full_like(call["target_weight"], 0.25)
     target = call["target"].clone()
@@ -131,11 +131,11 @@ def test_forward_and_backward(options, dtype, poisoned_memory):
 
 
 def test_topk_targets_of_a_shard():
-    """Classes from 40: targets elsewhere have logit 0, rows without one here have a reference all the same."""
+    """The shard has the classes from 40. Other targets have logit 0; rows without a target here need a reference."""
     call = make_call(dtype=torch.float32, shape=RAGGED)
     args = operands(call)
     args[2] = torch.where(call["target"] == -100, -100, call["target"] + 40)
-    args[2][2] = 3  # none of token 2 is here
+    args[2][2] = 3  # token 2 has no class in this shard
     shard = {"vocab_start": 40, "vocab_size": 40 + RAGGED[2]}
     found, truth = launch_forward(*args, **shard), aten.forward(*double(*args), **shard)
     for ours, exact in zip(found[:2], truth[:2], strict=True):

@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def short_lists(monkeypatch):
-    """GEMMs would be faster for the few classes of a test."""
+    """Allows lists although GEMMs would be faster for the few classes of a test."""
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.CLASSES_PER_ENTRY", 1)
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
 
@@ -42,7 +42,7 @@ def options(threshold, mode="unbiased", seed=2**40 + 5, of="both"):
 
 
 def dense_lists(lists, num_classes):
-    """(n, V) of lists."""
+    """The lists as a matrix (n, V)."""
     out = torch.zeros(len(lists.lengths), num_classes)
     for row, (entries, count) in enumerate(zip(lists.entries, lists.lengths)):
         out[row, entries[:count] & 0xFFFFFFFF] = (entries[:count] >> 32).int().view(torch.float32)
@@ -67,7 +67,7 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     n, threshold, padded = 4, 2.0**-7, -(-num_classes // 4) * 4
     exponentials = torch.full((n, padded), torch.nan)[:, :num_classes]
     exponentials.copy_(torch.randn(n, num_classes).mul(2.0).exp())
-    exponentials[:, 40:60] *= 300.0  # neighbours that are all kept: several entries of a group
+    exponentials[:, 40:60] *= 300.0  # neighbours that are all kept: several entries in one group
     target = torch.randint(0, num_classes, (n,))
     target[1] = -100
     valid_tokens, _ = compact_tokens(target, -100, num_classes)
@@ -88,7 +88,7 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     found = dense_lists(lists, num_classes)
     assert not found[count:].any()
     assert (found != 0.0).sum() > 20
-    # the two round their shares apart: one in 10^5 entries may be another one
+    # the two paths round their shares differently, so one in 10^5 entries may be another one
     assert ((found[:count] != 0.0) != (expected != 0.0)).sum() <= 2
     both = (found[:count] != 0.0) & (expected != 0.0)
     torch.testing.assert_close(found[:count][both], expected[both], rtol=1e-6, atol=0.0)
@@ -140,7 +140,7 @@ def test_a_step_agrees_with_the_aten_path(mode, bias, short_lists, poisoned_memo
     args = (*made.args, made.weight, torch.rand(15), None)
     chosen = options(2.0**-4, mode) | {"output_mask": [True, True, bias], "z_loss": torch.tensor(1e-2)}
     for ours, expected in zip(launch_with_grad(*args, **chosen), aten.with_grad(*args, **chosen), strict=True):
-        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+        assert error(ours, expected) < 2e-3  # one or two entries may be others
     exact = launch_with_grad(*args, output_mask=[True, True, bias], z_loss=chosen["z_loss"])
     assert error(launch_with_grad(*args, **chosen)[2], exact[2]) > 1e-2
 
@@ -153,7 +153,8 @@ CAPPED = {"softcap": torch.tensor(1.5), "logit_scale": torch.tensor(-0.7)}
 )
 def test_a_gradient_that_is_not_chosen_is_made_by_gemms(of, dense, mode, short_lists, poisoned_memory):
     made = inputs.make_inputs((15, 35, 200 if mode == "tiles" else 67), bias=True, requires_grad=False)
-    made.target[made.target >= 0] %= 60  # behind a cap of 1.5, a tile without targets has probabilities below 1/8
+    # with a softcap of 1.5, the probabilities in a tile without targets are below 1/8
+    made.target[made.target >= 0] %= 60
     args = (*made.args, None, torch.rand(15), None)
     chosen = options(2.0**-3 if mode == "tiles" else 2.0**-4, mode, of=of) | {"output_mask": [True] * 3} | CAPPED
     found, both = launch_with_grad(*args, **chosen), launch_with_grad(*args, **chosen | {"gradient_sparse": "both"})
@@ -170,11 +171,11 @@ def test_soft_targets_have_several_entries_of_their_own(short_lists, poisoned_me
     args = (*made.args[:2], target, None, None, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False], "target_weight": torch.rand(15, 5) / 5}
     for ours, expected in zip(launch_with_grad(*args, **chosen), aten.with_grad(*args, **chosen), strict=True):
-        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+        assert error(ours, expected) < 2e-3  # one or two entries may be others
 
 
 def cotangents(kind):
-    """Of target logit and lse; with the second far below the first, and without it."""
+    """Cotangents of target logit and lse; in one case the second is far smaller, in another it is absent."""
     a, l = torch.randn(2, 15)
     return {"loss": (-l, l), "any": (a, l), "no lse": (a, None), "no target": (None, l), "few": (a, 1e-20 * l)}[kind]
 
@@ -192,7 +193,7 @@ def test_backward_agrees_with_the_aten_path(kind, logits, short_lists, poisoned_
     assert "a sparse gradient" in flce_ops.last_path().reason
     exact = aten.backward(*args, output_mask=[True] * 3, **logits)
     for ours, expected in zip(found, aten.backward(*args, **chosen), strict=True):
-        assert error(ours, expected) < 2e-3  # an entry or two may be another one
+        assert error(ours, expected) < 2e-3  # one or two entries may be others
     assert kind in ("no lse", "few") or error(found[1], exact[1]) > 1e-2
 
 
@@ -214,9 +215,10 @@ def test_the_entries_of_a_span_are_counted_in_int32():
 
 @pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
-    """And where lists are long, the GEMMs of an exact step in place of them."""
+    """Where lists are too long, the GEMMs of an exact step replace them."""
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.CLASSES_PER_ENTRY", classes_per_entry)
-    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.USUAL_SHARE", 0.0)  # the device decides
+    # the device decides between lists and GEMMs
+    monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.USUAL_SHARE", 0.0)
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
     args = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None)
     chosen = options(2.0**-4) | {"output_mask": [True, True, False]}
@@ -236,7 +238,7 @@ def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisone
 
 
 def test_where_lists_cannot_pay_the_exact_step_runs_and_says_so(poisoned_memory):
-    """Small D, or a threshold that is low for V: no lists are made only to be found too long."""
+    """With a small D, or a threshold that is low for V, no lists are made, because they would be too long."""
     args, mask = (*inputs.make_inputs((28, 16, 67), requires_grad=False).args, None, None), [True, True, False]
     exact = launch_with_grad(*args, output_mask=mask)
     for mode in ("unbiased", "drop"):
@@ -253,7 +255,8 @@ def test_where_lists_cannot_pay_the_exact_step_runs_and_says_so(poisoned_memory)
 
 
 @pytest.mark.parametrize(
-    ("hidden", "num_classes", "lowest"),  # the lowest threshold that has lists, of sparse.csv's problems, and D = 320
+    # the lowest threshold with lists, for the problems of sparse.csv, and for D = 320
+    ("hidden", "num_classes", "lowest"),
     [(1024, 50304, 2.0**-11), (4096, 128256, 2.0**-13), (320, 128256, None)],
 )
 def test_the_threshold_from_which_lists_may_pay(hidden, num_classes, lowest):
@@ -263,7 +266,7 @@ def test_the_threshold_from_which_lists_may_pay(hidden, num_classes, lowest):
 
 
 def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
-    """Of logits that are 6 higher for the first classes; operands without gradients."""
+    """Logits are 6 higher for the first classes. The operands need no gradients."""
     made = inputs.make_inputs((tokens, hidden, num_classes), requires_grad=False)
     made.input[:, 0] = 1.0
     made.linear_weight.mul_(0.3)[:frequent, 0] += 6.0
@@ -271,7 +274,9 @@ def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
 
 
 def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, poisoned_memory):
-    """And the others what the lists have: without these classes the ATen path's entries, as both are sums of rows."""
+    """The other classes have what the lists hold: the entries of the ATen path without these classes, since both are
+    sums over rows.
+    """
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
     tokens, num_classes, frequent = 40, 600, 128
     made = two_kinds_of_classes(tokens, 12, num_classes, frequent)
@@ -305,7 +310,7 @@ def test_live_tiles_are_those_of_the_aten_path(rows, monkeypatch, poisoned_memor
 
 
 class OtherOperations(TorchDispatchMode):
-    """What a step asks of ATen besides memory and views of it. copy_ and set_ are the interpreter's own."""
+    """The ATen operations of a step, except those for memory and views. copy_ and set_ come from the interpreter."""
 
     def __init__(self):
         super().__init__()
@@ -320,7 +325,9 @@ class OtherOperations(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", ["unbiased", "drop", "tiles"])
 def test_sparse_steps_can_be_repeated_from_a_recording(mode, monkeypatch):
-    """A view that replay.py did not know made the host launch each kernel anew: 1.6 for 1.15 at 8192x1024x50304."""
+    """A view that replay.py did not know made the host launch each kernel separately: 1.6 instead of 1.15 ms at
+    8192x1024x50304.
+    """
     for name in ("LISTS_COST", "USUAL_SHARE"):  # the device decides
         monkeypatch.setattr(f"flce_ops.triton.sparse.sparse_or_dense.{name}", 0.0)
     steps = {}

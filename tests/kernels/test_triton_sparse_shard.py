@@ -24,7 +24,7 @@ N = 3
 
 
 def rows_of_lists(lists, start):
-    """Of each token a dict: class of all ranks -> bits of the value."""
+    """A dict for each token: class (numbered over all ranks) -> bits of the value."""
     rows = [entries[:count].tolist() for entries, count in zip(lists.entries, lists.lengths.tolist())]
     return [{(entry & 0xFFFFFFFF) + start: entry >> 32 for entry in row} for row in rows]
 
@@ -46,7 +46,7 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
         pytest.skip("what is dropped has no dense classes")
     sparse = SparseGradient(2.0**-7, mode, torch.tensor(11))
     whole = torch.randn(N, vocab).mul(2.0).exp()
-    whole[:, 40:60] *= 300.0  # neighbours that are all kept: several entries of a group
+    whole[:, 40:60] *= 300.0  # neighbours that are all kept: several entries in one group
     target = torch.randint(0, vocab, (N,))
     target[1] = -100
     valid_tokens, _ = compact_tokens(target, -100, vocab)
@@ -70,7 +70,8 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
             is_dense = (torch.rand(-(-own.shape[1] // LIVE.value)) < 0.3).int()
             is_dense[0] = rank % 2
             dense = DenseClasses(is_dense, None, is_dense.sum().int())
-            own.masked_fill_(is_dense.repeat_interleave(LIVE.value)[: own.shape[1]] > 0, 0.0)  # has no entries
+            # dense classes have no entries
+            own.masked_fill_(is_dense.repeat_interleave(LIVE.value)[: own.shape[1]] > 0, 0.0)
         shards.append((rank * rows, exponentials, dense))
 
     def carried_of(gather):
@@ -105,7 +106,8 @@ def sparse_steps(device):
 
     mesh = mesh_of(device, dist.get_world_size())
     before = sparse_or_dense.CLASSES_PER_ENTRY, sparse_or_dense.LISTS_COST
-    sparse_or_dense.CLASSES_PER_ENTRY, sparse_or_dense.LISTS_COST = 1, 0  # GEMMs would be faster for so few classes
+    # otherwise GEMMs would be faster for so few classes
+    sparse_or_dense.CLASSES_PER_ENTRY, sparse_or_dense.LISTS_COST = 1, 0
     try:
         for chosen in (
             {},
@@ -139,7 +141,7 @@ def sparse_step(mesh, launch, ignored=0, **chosen):
     exact = {name: value for name, value in arguments.items() if not name.startswith("gradient_")}
     dense = aten.with_grad(*inputs.args, inputs.weight, row_scale, None, **exact)
     for name, ours, aten_s in zip(("loss", "losses", "input", "weight", "bias"), found, expected):
-        assert error(ours, aten_s) < 2e-3, (name, chosen, error(ours, aten_s))  # an entry or two may be another one
+        assert error(ours, aten_s) < 2e-3, (name, chosen, error(ours, aten_s))  # one or two entries may be others
     grad_input = found[2].clone()
     dist.all_reduce(grad_input)
     for name, ours, truth, gemms in zip(

@@ -1,4 +1,4 @@
-"""By-products of rows in the Triton kernels, on the CPU through Triton's interpreter."""
+"""Metrics that the Triton kernels compute beside a loss, on the CPU through Triton's interpreter."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -32,7 +32,9 @@ def numbers_of(options):
 
 
 def assert_statistics(found, truth, plain):
-    """Against float64, by the error of plain ATen on the same operands; all lists in the order of OF_ROWS."""
+    """Compares with float64, relative to the error of plain ATen on the same operands. All lists are in the order of
+    OF_ROWS.
+    """
     size = truth[0].abs().max().clamp(min=1.0)
     for name, ours, exact, theirs in zip(OF_ROWS, found, truth, plain, strict=True):
         assert ours.dtype == torch.float32 and ours.shape == exact.shape
@@ -49,7 +51,7 @@ def test_one_pass_gives_them_and_changes_nothing_else(shape, dtype, options, poi
     for one, other in zip(without[:5], found[:5], strict=True):
         assert torch.equal(one, other)
     truth = aten.with_grad(*double(*args), None, **MASK, **numbers, **ASKED)
-    # in half an interpreter's float32 products are better than a CPU's rounded ones
+    # for half operands the interpreter's float32 products are more accurate than a CPU's rounded ones
     plain = aten.with_grad(*(t.float() if t is not None and t.is_floating_point() else t for t in args), None,
                            **MASK, **numbers, **ASKED)  # fmt: skip
     assert_statistics(found[6:], truth[6:], plain[6:])
@@ -84,7 +86,8 @@ def test_forward_gives_them(options, poisoned_memory):
     torch.testing.assert_close(found[7], truth[7].float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("far", [30.0, 60.0, 500.0])  # nats: below a rescue, where squares are at 2^87, and above it
+# in nats: below the threshold of a rescue, where squares reach 2^87, and above it
+@pytest.mark.parametrize("far", [30.0, 60.0, 500.0])
 def test_logits_far_above_the_targets(far, poisoned_memory):
     made = make_inputs((37, 35, 300), bias=True, requires_grad=False)
     made.target[made.target != -100] = 7

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 
 def compiled_by(folder, module: str, *arguments: str) -> str:
-    # a process of its own: the suite's interpreter mode would replace the compiler; a cache of its own: nothing stale
+    # in its own process, because the suite's interpreter mode would replace the compiler; with its own cache, so that
+    # nothing is stale
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", f"benchmarks.kernels.{module}", *arguments]

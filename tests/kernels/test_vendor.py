@@ -1,4 +1,6 @@
-"""On AMD's GPUs, which torch calls "cuda" too, everything runs in ATen. A torch built for them is pretended here."""
+"""On AMD's GPUs, which torch calls "cuda" too, everything runs in ATen. These tests pretend that torch was built for
+AMD.
+"""
 
 # N tokens, D hidden, V vocabulary
 
@@ -54,7 +56,7 @@ CALLS = {
 @pytest.mark.parametrize("op", CALLS)
 def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypatch):
     inputs = make_inputs((13, 11, 31), dtype=torch.bfloat16, requires_grad=False)
-    monkeypatch.setitem(sys.modules, "flce_ops.triton", None)  # an import of it raises
+    monkeypatch.setitem(sys.modules, "flce_ops.triton", None)  # importing it raises an error
     monkeypatch.setitem(sys.modules, "flce_ops.triton.steps.with_grad", None)
     CALLS[op](kernel(f"linear_cross_entropy_{op}"), inputs)
     path = flce_ops.last_path()
@@ -62,7 +64,7 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
 
 
 def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
-    """(9, 4) is an MI300, (9, 0) an MI200: NVIDIA's numbers for other chips."""
+    """(9, 4) is an MI300 and (9, 0) an MI200; NVIDIA has other chips under these numbers."""
     device = pytest.importorskip("flce_ops.triton.gemm.device")
     device.chip_of_gpu.cache_clear()
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(64, 4096))

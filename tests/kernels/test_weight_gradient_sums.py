@@ -1,6 +1,6 @@
-"""Sums of grad_linear_weight over chunks, with scales of their own: as exact as one rounding."""
+"""Sums of grad_linear_weight over chunks have a separate scale for each row: they are as accurate as one rounding."""
 
-# N tokens, n rows of a chunk, D hidden, V vocabulary, S splits of it
+# N tokens, n rows of a chunk, D hidden, V vocabulary, S splits of V
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from flce_ops.triton.gemm.weight_gradient import WeightGradient
 
 
 def summed_over_chunks(e, x, chunks, dtype, valid=None):  # (N, V), (N, D)
-    """By WeightGradient, and the exact sum."""
+    """The sum by WeightGradient, and the exact sum."""
     tokens, valid = e.shape[0], e.shape[0] if valid is None else valid
     out = torch.full((e.shape[1], x.shape[1]), torch.nan, dtype=dtype, device=e.device)
     gradient = WeightGradient(out, chunks=chunks)
@@ -30,7 +30,7 @@ def summed_over_chunks(e, x, chunks, dtype, valid=None):  # (N, V), (N, D)
 
 
 def cut_off(exact):
-    """To bfloat16 as the interpreter does it, towards zero."""
+    """Rounds to bfloat16 as the interpreter does, towards zero."""
     return (exact.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
@@ -47,20 +47,22 @@ def test_sums_over_chunks_are_as_exact_as_one_rounding(chunks, dtype):
 @interpreter
 @pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
 def test_rows_of_any_size_are_summed_in_units_of_their_own(growth):
-    """A class that no token of the first chunks is likely to be, and one that only these are."""
+    """One class is improbable for all tokens of the first chunks, another one only for the rest."""
     e = torch.rand(160, 67) * torch.logspace(-20, 12, 67)
     e[64:] *= torch.where(torch.arange(67) % 2 == 0, growth, 1.0)
     e[:, 3], e[:96, 4] = 0.0, 0.0
     x = torch.randn(160, 70)
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
-    assert of_rows.max() <= 5e-3, of_rows  # cut off at 8 digits
+    assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 5e-3), (torch.float16, 1.5e-3)], ids=str)
 def test_a_large_feature_takes_no_digits_from_the_others(dtype, bound):
-    """Without tensor maps. Where the memory adds, the room it needs is paid for in digits of small features."""
+    """Without tensor maps. With tensor maps, memory adds the sums, and the range that this needs costs digits of small
+    features.
+    """
     e, x = torch.rand(640, 67), torch.randn(640, 70)
     x[:, 7] *= 1e4 if dtype == torch.bfloat16 else 1e2
     found, exact = summed_over_chunks(e, x, 20, dtype)
@@ -93,7 +95,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
 @pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
 @pytest.mark.parametrize("d", [512, 520, 640])  # 520, 640: transposed tiles
 def test_rows_that_overflow_their_scale_are_made_again(growth, d):
-    """Where the memory adds: those rows only, of those tiles only."""
+    """Where memory adds the sums: only these rows of these tiles are computed again."""
     e = torch.rand(1280, 600, device="cuda") * torch.logspace(-15, 9, 600, device="cuda")
     e[512:] *= torch.where(torch.arange(600, device="cuda") % 7 == 0, growth, 1.0)
     e[:, 3], e[:768, 4] = 0.0, 0.0
@@ -109,7 +111,9 @@ def test_rows_that_overflow_their_scale_are_made_again(growth, d):
 
 @pytest.fixture
 def by_tensor_maps(monkeypatch):
-    """The weight gradient's GEMM as where tensor maps are. Triton's interpreter has none that add: here they do."""
+    """Makes the weight gradient's GEMM use tensor maps. Triton's interpreter has none that add, so the test provides
+    them.
+    """
     from triton.runtime import interpreter
 
     def add(builder, kind, tensor_map, value, indices):
@@ -119,7 +123,7 @@ def by_tensor_maps(monkeypatch):
         return builder.create_masked_store(pointers, there, mask, None, None)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
-    tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)  # a tile that transposed tiles take, too
+    tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)  # a tile size that transposed tiles accept, too
     monkeypatch.setitem(WEIGHT_TILES, "interpreter", tiles)
 
 
@@ -136,30 +140,30 @@ def test_sums_that_the_memory_adds_are_as_exact_as_one_rounding(valid, dtype, by
 
 @interpreter
 @pytest.mark.parametrize("first", [0.0, 1e-36, 1e-9, 1.0])
-@pytest.mark.parametrize("later", [1e-9, 1.0, 1e9, 1e12, 1e30])  # 1e9: inf in the unit of a row of zeros, 2^-100
+@pytest.mark.parametrize("later", [1e-9, 1.0, 1e9, 1e12, 1e30])  # 1e9 is inf in 2^-100, the unit of a row of zeros
 def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
     e, x = torch.rand(160, 72), torch.randn(160, 80)
     e[:32, 5], e[32:, 5] = e[:32, 5] * first, e[32:, 5] * later
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
-    assert of_rows.max() <= 5e-3, of_rows  # cut off at 8 digits
+    assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter
 def test_rows_that_exceed_their_unit_are_found_wherever_they_are(by_tensor_maps):
-    """In the first block of classes, the last, and beside others, of more blocks than a program looks at at once."""
+    """In the first block of classes, in the last, and beside others, in more blocks than a program reads at once."""
     e, x = torch.rand(96, 2008), torch.randn(96, 80)
     overflow = torch.tensor([0, 31, 32, 1100, 1101, 2007])
     e[:32, overflow] *= 1e-9
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
-    assert of_rows.max() <= 5e-3, of_rows  # cut off at 8 digits
+    assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])
 def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
-    """Where all else of its row does, in another row, and in a chunk of rows that fit."""
+    """Checked where the rest of the row exceeds its unit, in another row, and in a chunk whose rows fit."""
     e, x = torch.rand(160, 72), torch.randn(160, 80)
     x[70, 5], x[130, 6] = number, number
     e[:64, 5], e[64:, 5] = 0.0, 1e9
@@ -170,7 +174,7 @@ def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
 
 
 @interpreter
-@pytest.mark.parametrize("v, d", [(24, 72), (200, 96), (296, 144)])  # ends of a block, of a pair, of a group
+@pytest.mark.parametrize("v, d", [(24, 72), (200, 96), (296, 144)])  # the ends of a block, of a pair, of a group
 def test_a_last_block_of_features_that_is_half_full_is_multiplied_by_turned_tiles(v, d, by_tensor_maps, monkeypatch):
     turned = []
 
@@ -182,5 +186,5 @@ def test_a_last_block_of_features_that_is_half_full_is_multiplied_by_turned_tile
     e, x = torch.rand(128, v), torch.randn(128, d)
     e[100:], x[100:] = 0.0, 0.0
     found, exact = summed_over_chunks(e, x, 4, torch.float16, 100)
-    assert len(turned) == 2  # neither the first chunk nor the last
+    assert len(turned) == 2  # neither in the first chunk nor in the last
     assert error(found, exact) <= 1.02 * error(exact.half(), exact) + 5e-4

@@ -1,4 +1,4 @@
-"""cross_entropy of DTensors, tokens or classes sharded, against one process."""
+"""cross_entropy of DTensors, with sharded tokens or classes, gives the results of one process."""
 
 # B batch, T tokens of a sequence, V vocabulary
 
@@ -21,7 +21,8 @@ def test_sharded_tokens_give_the_loss_and_gradient_of_one_process(world):
 def sharded_tokens(device):
     mesh = mesh_of(device, dist.get_world_size())
     logits, target, options = make_logits((15, 31), device=device, dtype=torch.float64, options={"weight": True})
-    logits, target = logits.view(3, 5, 31), target.view(3, 5)  # 3 sequences, 5 tokens: uneven shards either way
+    # 3 sequences of 5 tokens: uneven shards in either dimension
+    logits, target = logits.view(3, 5, 31), target.view(3, 5)
     for placement in (Shard(0), Shard(1), Replicate()):
         for reduction, made in (("mean", options), ("sum", {"label_smoothing": 0.1}), ("none", options)):
             cotangent = torch.linspace(-1, 1, 15, dtype=torch.float64, device=device).view(3, 5)
@@ -63,7 +64,7 @@ CLASSES_OPTIONS = {
 
 def sharded_classes(device):
     mesh = mesh_of(device, dist.get_world_size())
-    for classes in (31, 2, 1):  # uneven; one a rank; none on the last
+    for classes in (31, 2, 1):  # uneven; one class a rank; no class on the last rank
         for options in CLASSES_OPTIONS.values():
             logits, target, made = make_logits((15, classes), device=device, dtype=torch.float64, options=options)
             logits, target = logits.view(3, 5, classes), target.view(3, 5)
@@ -77,7 +78,7 @@ def sharded_classes(device):
 
 
 def test_target_outside_the_classes_of_all_ranks_is_an_index_error():
-    """On CUDA a device-side assert, which would end the processes."""
+    """On CUDA it is a device-side assert, which would end the processes."""
     run_in_world(("cpu", 2), target_out_of_range)
 
 
@@ -118,7 +119,7 @@ def sharded_both_ways(device):
 
 
 def test_an_ignored_class_may_be_one_of_a_shard():
-    """ignore_index counts the whole vocabulary; a shard's columns begin at 0."""
+    """ignore_index counts in the whole vocabulary, while a shard's columns start at 0."""
     run_in_world(("cpu", 2), ignored_class)
 
 

@@ -1,6 +1,7 @@
 """DTensors on several mesh dimensions, the recipe without DTensor, and mistakes.
 
-In processes over gloo (CI) and NCCL (marker multigpu), against one float64 process, as the files test_distributed_*.py.
+The cases run in several processes over gloo (CI) and NCCL (marker multigpu), and compare with one float64 process, as
+in test_distributed_*.py.
 """
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
@@ -61,10 +62,11 @@ def two_dimensions(device):
     for options in OPTIONS:
         inputs = batch(device, **every, normalizer="reduction" not in options)
         check_same_as_one_process(place(inputs, mesh, [Shard(0), R], [R, Shard(0)]), inputs, **options)
-    for tokens in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), R]):  # no dimension shards the vocabulary
+    # no mesh dimension shards the vocabulary
+    for tokens in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), R]):
         inputs = batch(device, **every)
         check_same_as_one_process(place(inputs, mesh, tokens, [R, R]), inputs, label_smoothing=0.1, z_loss=1e-2)
-    inputs = batch(device, **every)  # both do
+    inputs = batch(device, **every)  # both dimensions shard it
     check_same_as_one_process(place(inputs, mesh, [R, R], [Shard(0), Shard(0)]), inputs, label_smoothing=0.1)
 
 
@@ -155,7 +157,7 @@ def mistakes(device):
         short = distribute_tensor(inputs.target[:, 0].contiguous(), mesh, [R])
         with pytest.raises(ValueError, match="expected target of shape"):
             loss(tokens.input, tokens.linear_weight, short, return_metrics=metrics)
-    for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty one
+    for numbers in (V * D, 0):  # DeepSpeed ZeRO-3 leaves an empty weight
         with pytest.raises(ValueError, match="expected linear_weight of shape .*1-D weight is what FSDP1 leaves"):
             loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
 
@@ -201,7 +203,7 @@ def outside_the_mesh(device):
             flce_ops.linear_cross_entropy(*operands, inputs.target)
 
 
-# By function: options of rank 0 and of the other ranks, and what the message says of them.
+# For each function: the options of rank 0, those of the other ranks, and the words of the message.
 DIFFERENT = {
     "linear_cross_entropy": [
         ({"reduction": "mean"}, {"reduction": "sum"}, r"reduction is 'mean' on rank 0 but 'sum' on rank 1"),
@@ -244,7 +246,7 @@ def different_arguments(device):
         with mock.patch.object(rank_check, "ENABLED", True):
             for name, args in calls.items():
                 function = getattr(flce_ops, name)
-                function(*args)  # the same everywhere
+                function(*args)  # the same call on all ranks
                 for of_first, of_others, words in DIFFERENT[name]:
                     options = of_first if dist.get_rank() == 0 else of_others
                     options = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
@@ -268,7 +270,7 @@ def different_arguments(device):
     with mock.patch.object(rank_check, "ENABLED", True):
         module = nn.ModuleDict({"head": flce_ops.LinearCrossEntropyHead(D, V, device=device)})
         parallelize_module(module, meshes[0], {"head": flce_ops.VocabParallel()})
-        target = inputs.target.roll(dist.get_rank(), 1)  # of a plain target VocabParallel takes the ranks' word
+        target = inputs.target.roll(dist.get_rank(), 1)  # for a plain target VocabParallel trusts the ranks
         with pytest.raises(ValueError, match="target is a DTensor, torch.int64 of shape .* values .* on rank 0 but"):
             module["head"](inputs.input, target)
 

@@ -52,7 +52,8 @@ def test_every_option_compiles_as_one_graph(world):
 
 def compiled_options(device):
     mesh = mesh_of(device, dist.get_world_size())
-    # each option by itself beside a sharded vocabulary; elsewhere the reductions, which communicate, and all at once
+    # with a sharded vocabulary every option alone; with other layouts the reductions, which communicate, and all
+    # options at once
     several = [{}, {"reduction": "sum"}, {"reduction": "none"}, OPTIONS[-1]]
     for tokens, rows in ((Shard(0), R), (R, Shard(0)), (Shard(1), Shard(0))):
         for options in OPTIONS if (tokens, rows) == (R, Shard(0)) else several:
@@ -61,7 +62,7 @@ def compiled_options(device):
             inputs = batch(device, bias=True, weight=True, token_weight=True, normalizer="reduction" not in options)
             check_same_as_one_process(place(inputs, mesh, [tokens], [rows]), inputs, loss_function, **options)
     torch._dynamo.reset()
-    inputs = batch(device, vocab=1)  # one rank without classes
+    inputs = batch(device, vocab=1)  # one rank has no classes
     check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs, loss_function)
 
 
@@ -168,14 +169,14 @@ def test_bfloat16_shards_are_as_accurate_as_one_process(world, autocast):
     run_in_world(world, bfloat16, autocast, False)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4, 8, gloo=(2,)))  # what is compiled is the same for any number of ranks
+@pytest.mark.parametrize("world", worlds(2, 4, 8, gloo=(2,)))  # the compiled graph is the same for any number of ranks
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_compiled_bfloat16_shards_are_as_accurate_as_one_process(world, autocast):
     run_in_world(world, bfloat16, autocast, True)
 
 
 def bfloat16(device, autocast, compiled):
-    """On GPUs this is the Triton path."""
+    """On GPUs this takes the Triton path."""
     loss_function = flce_ops.linear_cross_entropy
     if compiled:
         loss_function = torch.compile(loss_function, fullgraph=True, backend="aot_eager")
@@ -193,7 +194,8 @@ def bfloat16(device, autocast, compiled):
         assert error(full(loss), exact["loss"]) < 5e-3
         for name, leaf in placed.leaves.items():
             of_one = error(getattr(alone, name).grad, exact[name])
-            # the sum over ranks of gradients already rounded to bfloat16: half a unit in the last place per level
+            # the sum over ranks of gradients that were rounded to bfloat16: half a unit in the last place for each
+            # level of the sum
             assert error(full(leaf.grad), exact[name]) <= 2 * of_one + 2e-3 * math.log2(2 * mesh.size()), name
 
 
@@ -227,7 +229,7 @@ def test_tokens_whose_loss_is_hundreds_of_nats_stay_finite_and_right(world):
 
 
 def extreme_logits(device):
-    """The classes of one rank then hold all of the probability, those of the others none."""
+    """The classes of one rank hold all of the probability, the other ranks' classes none."""
     mesh = mesh_of(device, dist.get_world_size())
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         inputs = to_device(make_inputs((150, D, V), dtype=dtype), device)

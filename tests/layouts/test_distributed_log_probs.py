@@ -35,7 +35,7 @@ OPTIONS = [{}, {"softcap": 5.0, "logit_scale": 0.7}]
 
 
 def check_same_as_one_process(placed: Inputs, inputs: Inputs, names=FLOATS, tolerance=TOLERANCE, **options):
-    """The results named, their gradients under cotangents of both signs, and the argmax."""
+    """Compares the named results, their gradients under cotangents of both signs, and the argmax."""
     N = inputs.target.numel()
     cotangents = {
         name: torch.linspace(-1, 1, N, device=inputs.target.device).roll(5 * i).view(inputs.target.shape)
@@ -196,7 +196,7 @@ def test_padded_classes_behind_a_low_bias_do_not_count(world):
 
 
 def padded_classes(device):
-    """So many that the last rank holds nothing else: its share of the softmax is 0."""
+    """There are so many padded classes that the last rank has no others: its share of the softmax is 0."""
     size = dist.get_world_size()
     inputs = batch(device)
     rows = -(-V // (size - 1)) * size if size > 2 else 2 * V

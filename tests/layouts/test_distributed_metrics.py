@@ -1,4 +1,4 @@
-"""return_metrics of DTensors: those of one process, on every rank."""
+"""return_metrics of DTensors: every rank gets the metrics of one process."""
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
@@ -48,7 +48,7 @@ def metrics_of_layout(device, layout):
     size = dist.get_world_size()
     tokens, rows = LAYOUTS[layout]
     mesh = mesh_of(device, size) if len(tokens) == 1 else mesh_of(device, size // 2, 2)
-    # a mean in one pass, in pieces, without gradients, smoothed; ranks without classes
+    # a mean in one pass, one in several chunks, without gradients, with smoothing; and ranks without classes
     for vocab, options, plain in (
         (V, {}, ()),
         (V, {"reduction": "none"}, ("target",)),
@@ -100,14 +100,15 @@ def cost_of_metrics(device):
     with RecordCollectives() as recorded:
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
     assert recorded.calls == [("all_gather", FLOAT * 4 * 300)], recorded.calls
-    placed.target = distribute_tensor(inputs.target, mesh, [Shard(0)])  # gathered once, not again for the accuracy
+    # gathered once; the accuracy does not gather it again
+    placed.target = distribute_tensor(inputs.target, mesh, [Shard(0)])
     with RecordCollectives() as recorded:
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
     target = ("all_gather", 8 * 300 // size)
     assert recorded.calls == [target, ("all_gather", FLOAT * 4 * 300)], recorded.calls
     with RecordCollectives() as recorded:
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=["entropy", "mean_logit"])
-    of_rows = ("all_gather", FLOAT * 3 * 300)  # and lse, which they are combined by
+    of_rows = ("all_gather", FLOAT * 3 * 300)  # the gathered rows, and lse, which combines them
     assert recorded.calls == [target, ("all_gather", FLOAT * 2 * 300), of_rows], recorded.calls
     with flce_ops.workspace(1):
         _, in_chunks = flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)

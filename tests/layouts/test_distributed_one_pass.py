@@ -1,4 +1,4 @@
-"""A scalar loss over a sharded vocabulary, its gradients made in the same pass: passes, chunks, kernels, opcheck."""
+"""A scalar loss over a sharded vocabulary, with gradients from the same pass: GEMM passes, chunks, kernels, opcheck."""
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
@@ -94,8 +94,8 @@ def triton_one_pass(device):
         ({}, 1.0, 131),
         ({"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2}, 1.0, 131),
         ({"label_smoothing": 0.1, "logit_scale": 0.7}, 1.0, 131),
-        ({"z_loss": 1e-2}, 60.0, 131),  # losses of hundreds of nats: shards whose share of the softmax underflows
-        ({"z_loss": 1e-2}, 1.0, 66),  # a bias of -inf switches off the second rank
+        ({"z_loss": 1e-2}, 60.0, 131),  # with losses of hundreds of nats, a shard's share of the softmax underflows
+        ({"z_loss": 1e-2}, 1.0, 66),  # a bias of -inf switches off the classes of the second rank
     ):
         inputs = make_inputs((140, 35, 131), bias=True, weight=True, requires_grad=False)
         inputs.target.clamp_(max=off - 1)
@@ -109,8 +109,9 @@ def triton_one_pass(device):
             if scale != 1.0:
                 if dtype == torch.float16:
                     continue
-                tolerance = 5e-5  # a float32 logit of hundreds is right to 3e-5
-            # float16 stands in for bfloat16, whose exponent has room for the losses above 11 nats that 0.3 keeps away
+                tolerance = 5e-5  # a float32 logit of hundreds is accurate to 3e-5
+            # float16 stands in for bfloat16. The factor 0.3 keeps the losses below 11 nats, because only bfloat16's
+            # exponent has room for more.
             input = inputs.input * (0.3 if dtype == torch.float16 else scale)
             operands = (input, inputs.linear_weight[own], inputs.target, inputs.linear_bias[own])
             halved = [x.to(dtype) if x.is_floating_point() else x for x in operands]
@@ -151,7 +152,8 @@ def opcheck_one_pass(device):
     operands = (inputs.input, inputs.linear_weight[own], inputs.target, inputs.linear_bias[own], inputs.weight)
     sharing = {"group": mesh.get_group().group_name, "ranks": 2, "vocab_start": own.start, "vocab_size": 60}
     op = torch.ops.flce.linear_cross_entropy_vocab_parallel_with_grad.default
-    checks = ("test_schema", "test_faketensor")  # its autograd is VocabParallelWithGrad, above the dispatcher
+    # its autograd is VocabParallelWithGrad, which runs above the dispatcher
+    checks = ("test_schema", "test_faketensor")
     for mask in ([True, True, True], [True, False, False], [False, True, False]):
         arguments = {**sharing, "output_mask": mask, **scalars({"z_loss": 1e-3}, device)}
         torch.library.opcheck(op, (*operands, row_scale), arguments, test_utils=checks)

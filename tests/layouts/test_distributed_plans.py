@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 
-TOKENS = 16  # of one sequence; sequence parallelism splits them evenly
+TOKENS = 16  # tokens of one sequence; sequence parallelism divides them evenly
 
 
 def owner_with_weights(module, inputs):
-    """The module under a parent, with inputs' weights; V is left to the caller."""
+    """The module in a parent module, with the weights of `inputs`. The caller chooses V."""
     linear = getattr(module, "linear", module)
     with torch.no_grad():
         linear.weight.copy_(inputs.linear_weight)
@@ -35,7 +35,7 @@ def local_part(tensor: torch.Tensor, layout: Placement) -> torch.Tensor:  # (B, 
 
 
 def assert_exact(loss, hidden, layout: Placement, linear, exact):
-    """The loss of all ranks, and after backward the gradients of this rank's `hidden` and of `linear`."""
+    """Checks the loss over all ranks, and after backward the gradients of this rank's `hidden` and of `linear`."""
     assert error(loss, exact["loss"]) < TOLERANCE
     assert error(hidden.grad, local_part(exact["input"], layout)) < TOLERANCE
     assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
@@ -99,7 +99,7 @@ def arguments_of_forward(device, layout):
     assert error(loss, exact) < TOLERANCE
     valid = inputs.target != inputs.ignore_index
     largest = dense_logits(inputs.input, inputs.linear_weight).argmax(-1).where(valid, -1)
-    assert torch.equal(metrics.argmax, largest)  # of all tokens, plain tensors as the loss is
+    assert torch.equal(metrics.argmax, largest)  # over all tokens; a plain tensor, as the loss is
     right = (largest == inputs.target)[valid].double().mean()
     assert error(metrics.token_accuracy, right) < TOLERANCE
     _, named = head(hidden, inputs.target, **options, return_metrics=["is_top1"])
@@ -226,7 +226,7 @@ def plan_traffic(device):
     with RecordCollectives() as recorded:
         head(hidden, inputs.target).backward()
     N = inputs.target.numel()
-    valid = N if device.type == "cuda" else int((inputs.target != -100).sum())  # a CPU leaves out the others
+    valid = N if device.type == "cuda" else int((inputs.target != -100).sum())  # a CPU leaves out ignored tokens
     gathered = [("all_gather", FLOAT * N * D // size), ("all_gather", FLOAT * 2 * valid)]
     expected = [*gathered, ("reduce_scatter", FLOAT * N * D)]
     assert recorded.calls == expected, recorded.calls

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
 
-B, T, D, V = 3, 14, 16, 61  # uneven over the ranks
+B, T, D, V = 3, 14, 16, 61  # uneven shards
 R = Replicate()
 OPTIONS = {"clip_high": 0.28, "dual_clip": 3.0, "beta": 0.1}
 CLASSES = ("linear_weight", "linear_bias")
-LAYOUTS = {  # of the tokens, of the classes; whether one pass makes the gradients
+LAYOUTS = {  # layouts of the tokens and of the classes; whether one pass makes the gradients
     "tokens": ([Shard(1)], [R], True),
     "vocabulary": ([R], [Shard(0)], False),
 }
@@ -26,7 +26,7 @@ LAYOUTS = {  # of the tokens, of the classes; whether one pass makes the gradien
 
 def sequences(device):
     call = make_policy((B * T, D, V), dtype=torch.float64, bias=True, token_weight=True)
-    call["target"][: T // 2] = -100  # unequal counts of tokens that count per rank
+    call["target"][: T // 2] = -100  # the ranks have different numbers of valid tokens
     shaped = {n: t if n in CLASSES else t.view(B, T, *t.shape[1:]) for n, t in call.items()}
     return {name: tensor.to(device) for name, tensor in shaped.items()}
 
@@ -82,7 +82,7 @@ def passes(device):
         local, shard = leaves["input"].to_local(), leaves["linear_weight"].to_local()
         assert flops.get_total_flops() == (3 if one_pass else 4) * 2 * local.numel() * shard.shape[0]
     plain = call | {"input": leaves["input"], "linear_weight": leaves["linear_weight"], "linear_bias": None}
-    found = flce_ops.linear_policy_loss(**plain)  # the others are the same on every rank
+    found = flce_ops.linear_policy_loss(**plain)  # the other arguments are the same on every rank
     assert error(full(found.loss), plain_policy_loss(**call | {"linear_bias": None})[0]) < 1e-13
     with pytest.raises(ValueError, match="linear_policy_loss: linear_weight is a DTensor"):
         flce_ops.linear_policy_loss(**call | {"linear_weight": leaves["linear_weight"]})

@@ -1,4 +1,4 @@
-"""The example and the benchmarks of several processes, at toy size, in processes that are already there."""
+"""The example and the benchmarks that use several processes, at toy size, in the processes of the pool."""
 
 import csv
 import warnings
@@ -79,7 +79,7 @@ def overlap(device, directory):
         variant()
         if name == "after":
             after = step.grad_input.clone(), step.grad_weight.clone()
-        elif after is not None:  # the same sums wherever they are made
+        elif after is not None:  # the sums are the same, wherever they are computed
             found, exact = step.grad_input, after[0]
             if name.startswith("scatter"):
                 found, exact = step.own_grad_input, after[0][own]

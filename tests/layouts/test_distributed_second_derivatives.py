@@ -1,4 +1,4 @@
-"""Second derivatives of losses and rows over a sharded vocabulary are those of one process."""
+"""Second derivatives of losses and rows over a sharded vocabulary equal those of one process."""
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
@@ -47,7 +47,7 @@ def test_second_derivatives_of_functions_of_the_loss(world, function):
 
 
 def second_derivatives_of_a_function(device, function):
-    """The gradient that reaches the loss then depends on the loss, so it has a derivative of its own."""
+    """The gradient that reaches the loss then depends on the loss, so it has a derivative, too."""
     size = dist.get_world_size()
     cases = [(mesh_of(device, size), *layouts) for layouts in (([Shard(0)], [R]), ([R], [Shard(0)]), ([R], [R]))]
     if size == 4:
@@ -69,7 +69,7 @@ def test_derivatives_of_hidden_states_made_with_the_sharded_head(world):
 
 
 def dependent_operands(device):
-    """A path from linear_weight to input is taken once, with and without create_graph."""
+    """If input depends on linear_weight, that path is counted once, with and without create_graph."""
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, dtype=torch.float64)
     placed = place(inputs, mesh, [R], [Shard(0)])
@@ -85,7 +85,7 @@ def dependent_operands(device):
 
     found = derivatives(placed, flce_ops.linear_cross_entropy)
     names = ["first", "with a graph", "second"]
-    if torch.__version__ < TorchVersion("2.13"):  # 2.11 loses a part of it where DTensors are multiplied
+    if torch.__version__ < TorchVersion("2.13"):  # 2.11 loses a part of the derivative if DTensors are multiplied
         names.remove("second")
     for name, ours, exact in zip(names, found, derivatives(inputs, plain_loss)):
         assert error(full(ours), exact) < 1e-12, (name, error(full(ours), exact))
@@ -98,7 +98,7 @@ def test_rows_of_a_sharded_logit_gradient_add_up_to_zero_at_any_magnitude(world,
 
 
 def sums_of_sharded_rows(device, offset):
-    """Each shard's lse is rounded, to 5e-4 at 10^4, but their shares of the softmax add up to 1."""
+    """Each shard's lse is rounded, to 5e-4 at 10^4, but the shards' shares of the softmax add up to 1."""
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, bias=True)
     inputs.linear_bias.data += offset

@@ -1,4 +1,4 @@
-"""DTensors whose tokens are sharded: the loss and gradients are those of one process, and what ranks send."""
+"""DTensors with sharded tokens: loss and gradients equal those of one process; also checks what ranks send."""
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
@@ -65,7 +65,8 @@ def sharded_tokens_traffic(device):
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [Shard(0)], [R])
     with RecordCollectives() as recorded:
         loss = flce_ops.linear_cross_entropy(*placed.args)
-    assert recorded.calls == [("all_reduce", FLOAT)] * 2, recorded.calls  # the count of valid tokens, the loss
+    # for the count of valid tokens and for the loss
+    assert recorded.calls == [("all_reduce", FLOAT)] * 2, recorded.calls
     assert flce_ops.last_path().op == "linear_cross_entropy_with_grad" or 0 in placed.input.to_local().shape
     with RecordCollectives() as recorded:
         loss.backward()
@@ -125,7 +126,8 @@ def test_sums_over_zero_are_nan_infinite_and_zero_where_plain_torchs_are(world):
 def zero_denominators(device):
     mesh = mesh_of(device, dist.get_world_size())
     for made, options in ZERO_DENOMINATORS.values():
-        inputs = to_device(make_case(**{"ignored": range(5), **made}), device)  # the first rank's tokens: nothing
+        # all tokens of the first rank are ignored
+        inputs = to_device(make_case(**{"ignored": range(5), **made}), device)
         expected = run_case(plain_over_zero, inputs, **options)
         for tokens, rows in ((Shard(0), R), (R, Shard(0))):
             placed = place(inputs, mesh, [tokens], [rows])

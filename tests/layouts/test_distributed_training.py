@@ -1,6 +1,7 @@
-"""Training in processes against one process: the loss of every step and the parameters at the end.
+"""Training on several processes equals training in one: the loss of every step, and the parameters at the end.
 
-Sharded data: `normalizer` = (targets of the global batch) / (data-parallel ranks), for FSDP and DDP average gradients.
+With sharded data, `normalizer` = (targets of the global batch) / (data-parallel ranks), because FSDP and DDP average
+gradients.
 """
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
@@ -59,7 +60,7 @@ FSDP2_CASES = {
 }
 
 
-# FSDP and DDP hand the operator whole weights on any number of ranks: two in CI
+# FSDP and DDP pass whole weights to the operator, whatever the number of ranks, so CI runs two
 @pytest.mark.parametrize("world", worlds(2, 4, 8, gloo=(2,)))
 def test_fsdp2_trains_as_one_process(world):
     run_in_world(world, fsdp2, False)

@@ -1,4 +1,4 @@
-"""DTensors whose vocabulary is sharded: the loss, first and second derivatives, and what ranks send."""
+"""DTensors with a sharded vocabulary: the loss, first and second derivatives, and what ranks send."""
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
@@ -65,7 +65,8 @@ def sharded_vocabulary_token_layouts(device):
         assert placed.input.grad.placements == (placement,)
     inputs = batch(device)
     placed = place(inputs, mesh, [R], [Shard(0)])
-    placed.input = distribute_tensor(inputs.input.detach(), mesh, [Shard(2)]).requires_grad_()  # hidden features
+    # shards the hidden features
+    placed.input = distribute_tensor(inputs.input.detach(), mesh, [Shard(2)]).requires_grad_()
     check_same_as_one_process(placed, inputs)
 
 
@@ -120,7 +121,7 @@ def test_padded_classes_behind_a_low_bias_do_not_change_the_loss(world, options,
 
 
 def with_padding(inputs: Inputs, ranks: int, low: float) -> Inputs:
-    """V padded to a multiple of the ranks, as usual: here so much that the last rank holds nothing else."""
+    """Pads V to a multiple of the number of ranks, as usual; here by so much that the last rank has only padding."""
     rows = -(-V // (ranks - 1)) * ranks if ranks > 2 else 2 * V
     device = inputs.linear_weight.device
     weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
@@ -169,8 +170,8 @@ def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(world
 def sharded_vocabulary_traffic(device, options):
     size = dist.get_world_size()
     mesh = mesh_of(device, size)
-    tokens = 2 * 8  # even, so that DTensor pads nothing
-    numbers = 3 if options else 2  # lse, target_logit and logit_sum of one rank
+    tokens = 2 * 8  # even, so that DTensor adds no padding
+    numbers = 3 if options else 2  # of lse, target_logit and logit_sum on one rank
     N = B * tokens
     for dtype in (torch.float32, torch.bfloat16):
         nbytes = N * D * dtype.itemsize
@@ -182,7 +183,8 @@ def sharded_vocabulary_traffic(device, options):
             placed = place(inputs, mesh, [placement], [Shard(0)], plain=("target",))
             with RecordCollectives() as recorded:
                 loss = flce_ops.linear_cross_entropy(*placed.args, **options)
-            valid = N if device.type == "cuda" else int((inputs.target != -100).sum())  # a CPU leaves out the others
+            # a CPU leaves out ignored tokens
+            valid = N if device.type == "cuda" else int((inputs.target != -100).sum())
             assert recorded.calls == [*gather, ("all_gather", FLOAT * numbers * valid)], recorded.calls
             with RecordCollectives() as recorded:
                 loss.backward()
@@ -221,11 +223,11 @@ def traffic_of_two_dimensions(device):
     placed = place(to_device(inputs, device), mesh, [Shard(0), R], [R, Shard(0)])
     with RecordCollectives() as recorded:
         loss = flce_ops.linear_cross_entropy(*placed.args, softcap=5.0, z_loss=1e-2)
-    number = ("all_reduce", FLOAT)  # along dp: the count of valid tokens, the loss
+    number = ("all_reduce", FLOAT)  # over dp: for the count of valid tokens, and for the loss
     assert recorded.calls == [number, ("all_gather", FLOAT * 2 * 16), number], recorded.calls
     with RecordCollectives() as recorded:
         loss.backward()
-    assert recorded.calls == [("all_reduce", FLOAT * 16 * D)], recorded.calls  # along tp; d linear_weight stays Partial
+    assert recorded.calls == [("all_reduce", FLOAT * 16 * D)], recorded.calls  # over tp; d linear_weight stays Partial
 
 
 @pytest.mark.parametrize("world", ANY)
@@ -236,7 +238,7 @@ def test_target_outside_the_whole_vocabulary_is_an_index_error_on_every_rank(wor
 
 
 def target_out_of_range(device):
-    for vocab in (V, 1):  # 1: ranks without classes
+    for vocab in (V, 1):  # with V = 1 all ranks but one have no classes
         inputs = batch(device, vocab=vocab)
         inputs.target[0, 0] = vocab
         placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])

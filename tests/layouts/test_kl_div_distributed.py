@@ -1,6 +1,6 @@
-"""linear_kl_div on DTensors, in processes over gloo (CI) and NCCL (marker multigpu), against one float64 process.
+"""linear_kl_div on DTensors, over gloo (CI) and NCCL (marker multigpu), against one float64 process.
 
-Mesh dimensions are called by what they shard: "dp" tokens, "tp" the vocabulary.
+Mesh dimensions are named after what they shard: "dp" tokens, "tp" the vocabulary.
 """
 
 # B batch, T tokens of one sequence, N = B T, D and E hidden sizes, V vocabulary, R ranks
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import flce_ops
 
-B, T, D, E, V = 3, 14, 16, 10, 61  # V prime: uneven over every number of ranks
+B, T, D, E, V = 3, 14, 16, 10, 61  # V is prime, so its shards are uneven for every number of ranks
 TOLERANCE = 2e-5  # float32 against float64
 ROWS = ("input", "teacher_input", "target", "token_weight")
 R = Replicate()
@@ -35,7 +35,7 @@ OPTIONS = [
 
 
 def batch(device, *, vocab=V, tokens=T, **made):
-    """make_pair with tokens as (B, T), the same in every process; the first sequence has most of the ignored ones."""
+    """make_pair with tokens (B, T), the same in every process. Most ignored tokens are in the first sequence."""
     pair = make_pair((B * tokens, D, E, vocab), **made)
     pair["target"][: tokens // 2] = -100
     shaped = {}
@@ -155,7 +155,8 @@ def chunks_and_extremes(device):
         poisoned = batch(device)
         with torch.no_grad():
             for name in ("input", "teacher_input"):
-                # shards whose share of a softmax underflows; jsd's gradient would vanish and leave rounding only
+                # a shard's share of a softmax should underflow; jsd has a smaller factor, because its gradient would
+                # vanish and leave only rounding
                 poisoned[name] *= 2 if kind == "jsd" else 10
                 poisoned[name][poisoned["target"] == -100] = torch.nan
         placed = place(poisoned, mesh, [R], [Shard(0)])
@@ -192,7 +193,7 @@ def test_padded_classes_behind_an_infinite_bias(world):
 
 
 def padded_classes(device):
-    """So many that the last rank holds nothing else: its own maximum is -inf."""
+    """There are so many padded classes that the last rank has no others: its maximum is -inf."""
     mesh = mesh_of(device, dist.get_world_size())
     for kind in KINDS:
         pair = batch(device, bias=True)

@@ -37,7 +37,7 @@ def traffic(device):
     for kind, sums in (("forward", 1), ("reverse", 1), ("jsd", 2)):
         for reduction in ("none", "mean"):
             pair = batch(device)
-            # a GPU exchanges numbers of ignored tokens too
+            # on a GPU, ranks exchange numbers of ignored tokens, too
             valid = tokens if device.type == "cuda" else int((pair["target"] != -100).sum())
             exchange = [("all_gather", 4 * FLOAT * valid), ("all_reduce", sums * FLOAT * valid)]
             placed = place(pair, mesh, [R], [Shard(0)], plain=("target",))
@@ -171,7 +171,7 @@ def triton_kernels(device):
     for kind, off, scale in (("forward", V, 1.0), ("reverse", V, 20.0), ("jsd", 31, 1.0)):
         pair = make_pair((B * T, D, E, V), bias=True, requires_grad=False)
         for bias in (pair["linear_bias"], pair["teacher_bias"]):
-            bias[off:] = -torch.inf  # the second rank's
+            bias[off:] = -torch.inf  # the classes of the second rank
         rows = scale * pair["input"], scale * pair["teacher_input"]
         of_shard = [pair[name][own] for name in ("linear_weight", "linear_bias", "teacher_weight", "teacher_bias")]
         operands = [rows[0], *of_shard[:2], rows[1], *of_shard[2:], None, pair["target"] != -100]
@@ -184,6 +184,6 @@ def triton_kernels(device):
             divergence, *statistics = kl_div.launch_kl_div_forward(*operands, **arguments)
             gradients = kl_div.launch_kl_div_backward(row_scale, *operands, *statistics, **arguments, **mask)
             found, truth = (*found, divergence, *gradients), (*truth, *truth[1:])
-        tolerance = 1e-5 if scale == 1.0 else 2e-4  # a float32 logit of hundreds is right to 3e-5
+        tolerance = 1e-5 if scale == 1.0 else 2e-4  # a float32 logit of hundreds is accurate to 3e-5
         for ours, right in zip(found, truth, strict=True):
             assert error(ours, right) < tolerance, (kind, error(ours, right))

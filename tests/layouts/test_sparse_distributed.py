@@ -1,4 +1,4 @@
-"""A sparse gradient on a mesh: what ranks keep that share the vocabulary, and those that share the tokens."""
+"""A sparse gradient on a mesh: which entries ranks keep that share the vocabulary, or the tokens."""
 
 # B x T tokens, D hidden, V vocabulary
 
@@ -52,7 +52,7 @@ def test_a_sharded_vocabulary_keeps_the_entries_of_one_process(world):
 
 
 def sharded_vocabulary(device):
-    """Shards that end inside a tile of 2048 classes, several in one tile, and whole tiles."""
+    """Shards that end inside a tile of 2048 classes, several shards in one tile, and whole tiles."""
     mesh = mesh_of(device, dist.get_world_size())
     for vocab in (4507, 83, 2048 * dist.get_world_size()):
         for chosen, options in CASES if vocab == 4507 else CASES[:1]:
@@ -147,7 +147,7 @@ def refused(device):
         flce_ops.linear_cross_entropy(
             *placed.args, gradient_class_order=torch.arange(37, device=device), **sparse(device=device)
         )
-    if torch.device(device).type == "cpu":  # on CUDA an assert on the device
+    if torch.device(device).type == "cpu":  # on CUDA it is a device-side assert
         zeros = torch.zeros(37, dtype=torch.int64)
         for order in (zeros, distribute_tensor(zeros, mesh, [Shard(0)])):
             with pytest.raises(ValueError, match="expected gradient_class_order to be a permutation"):
@@ -162,7 +162,7 @@ def test_bfloat16_shards_take_the_kernels_and_are_unbiased(world):
 
 
 def bfloat16_shards(device):
-    """Wide enough for lists: D beyond what making them takes. V / 2 is no multiple of 2048, nor of 16."""
+    """D is large enough that lists pay. V / 2 is a multiple of neither 2048 nor 16."""
     mesh = mesh_of(device, dist.get_world_size())
     for vocab in (8192, 9013):
         torch.manual_seed(3)

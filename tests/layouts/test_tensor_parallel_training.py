@@ -1,4 +1,4 @@
-"""Training with a sharded vocabulary, over tensor parallelism, FSDP2 times it and pipelines, against one process."""
+"""Training with a sharded vocabulary equals training in one process: tensor parallelism, FSDP2, pipelines."""
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 
@@ -81,7 +81,7 @@ def tensor_parallel_training(device):
 
 
 def train_with_groups_of_one(model, batches) -> list[float]:
-    """Every rank sees the whole batch: no data parallelism."""
+    """Every rank has the whole batch, because there is no data parallelism."""
     optimizer = optimizer_of(model)
     losses = []
     for tokens, target in batches:
@@ -117,7 +117,7 @@ def test_fsdp2_and_hsdp_over_tensor_parallelism_train_as_one_process(world):
 def fsdp2_times_tensor_parallel(device):
     size = dist.get_world_size()
     both = ({"sequence_parallel": True}, {"sequence_parallel": False})
-    if size == 4:  # mesh dimensions of one rank, in either place
+    if size == 4:  # a mesh dimension of one rank, in either place
         cases = [((2, 2), both), ((1, 2, 2), both[:1]), ((2, 1, 2), both[1:])]
     else:
         cases = [((2, 2, 2), both)]
@@ -152,7 +152,7 @@ def variants_of_fsdp2_times_tensor_parallel(device):
         model, reference = model_and_reference(device, checkpointed=checkpointed, tied=tied)
         tensor_parallel(model, mesh["tp"], sequence_parallel=True, tied=tied)
         if compiled:
-            # without it torch 2.13 loses the gradient of a RowwiseParallel embedding before compiled blocks
+            # without this hook, torch 2.13 loses the gradient of a RowwiseParallel embedding before compiled blocks
             model.embed.register_forward_hook(lambda module, args, output: output + 0)
             compile_modules(*model.blocks, model.head)
         shard_with_fsdp2(model, "tied together" if tied else "head alone", mesh=mesh["dp"], **precision)
@@ -165,7 +165,7 @@ def variants_of_fsdp2_times_tensor_parallel(device):
 
 
 def train_data_parallel(model, batches, groups) -> list[float]:
-    """`train` over the product of `groups`: the batch is split by the first, each part by the second."""
+    """`train` over the product of `groups`: the first group divides the batch, the second one each part."""
     optimizer = optimizer_of(model)
     ranks = 1
     for group in groups:
@@ -222,7 +222,7 @@ class LastStage(nn.Module):
 
 
 def pipelined(device, schedule, *, compiled=False, inner=None):
-    """Two stages; with `inner` two processes each, which share the tokens (FSDP2) or the vocabulary of the head."""
+    """Two stages. With `inner`, each has two processes, which share the tokens (FSDP2) or the head's vocabulary."""
     names = ("pp",) if inner is None else ("pp", inner)
     mesh = init_device_mesh(device.type, (2,) * len(names), mesh_dim_names=names)
     last = mesh["pp"].get_local_rank() == 1

@@ -1,4 +1,4 @@
-"""A bias of half operands is added before logits are rounded, as F.linear adds it."""
+"""A bias of half operands is added before logits are rounded, as in F.linear."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -33,7 +33,7 @@ def dense_divergence(z, y):
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-OBJECTIVES = {  # ours, and the formula on logits
+OBJECTIVES = {  # this package's function, and the formula on logits
     "loss": (flce_ops.linear_cross_entropy, F.cross_entropy),
     "losses": (
         lambda *args: flce_ops.linear_cross_entropy(*args, reduction="none"),
@@ -57,7 +57,7 @@ def values_and_gradients(function, leaves):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_bias_that_takes_back_the_product_costs_no_digits(name, dtype, device):
-    """Beside a product that is rounded alone such a bias leaves the whole of that rounding."""
+    """If the product were rounded before such a bias is added, its rounding error would remain in full."""
     ours, formula = OBJECTIVES[name]
     inputs = make_inputs(SHAPE, device=device, dtype=dtype, ignored=0.0)
     y, offset = inputs.target, (50 * torch.randn(SHAPE[2], device=device)).to(dtype)
@@ -70,5 +70,6 @@ def test_a_bias_that_takes_back_the_product_costs_no_digits(name, dtype, device)
     plain = values_and_gradients(lambda *args: formula(F.linear(*args).float(), y), leaves)
     found = values_and_gradients(lambda x, w, b: ours(x, w, y, b), leaves)
     for of, mine, theirs, truth in zip(("value", "input", "weight", "bias"), found, plain, exact, strict=True):
-        # both round the logit gradient and the result, in ways of their own; the bias rounded twice is off by 30 times
+        # both round the logit gradient and the result, in different ways; if the bias came after rounding, errors were
+        # 30 times larger
         assert error(mine, truth) <= 1.5 * error(theirs, truth) + 1e-6, of

@@ -1,4 +1,4 @@
-"""linear_cross_entropy of class probabilities and of K-dimensional heads, beyond torch's own samples of both."""
+"""linear_cross_entropy of class probabilities and of K-dimensional heads, beyond torch's own samples."""
 
 # N tokens, D hidden, V vocabulary; d_1 ... d_K positions
 
@@ -23,7 +23,7 @@ EVERYTHING = {"softcap": 5.0, "logit_scale": 0.7, "temperature": 1.3, "label_smo
 
 
 def make_call(device, dtype=torch.float64, *, positions=(), probabilities=True, token_weight=False, normalizer=False):
-    """Probabilities with zeros, whole rows of them among those, which do not add up to 1."""
+    """Probabilities that do not add up to 1, with zeros, some in whole rows."""
     inputs = make_inputs((N, D, V), device=device, dtype=torch.float64, requires_grad=False, weight=True)
     inputs.weight[3] = 0.0
 
@@ -50,7 +50,7 @@ def make_call(device, dtype=torch.float64, *, positions=(), probabilities=True, 
 
 
 def run(function, call, dtype=None, learnt=(), **options):
-    """Loss and gradients of the operands, and of what is `learnt`."""
+    """Loss and gradients of the operands and of the options in `learnt`."""
     call = {
         name: t.detach().to(dtype if dtype is not None and t.is_floating_point() else t.dtype)
         for name, t in call.items()
@@ -62,7 +62,7 @@ def run(function, call, dtype=None, learnt=(), **options):
 
 
 def dense(*, input, linear_weight, linear_bias, target, weight, token_weight=None, normalizer=None, **options):
-    """F.cross_entropy of the logits, the classes in their second dimension."""
+    """F.cross_entropy of the logits, with classes in the second dimension."""
     scores = {name: options.pop(name) for name in ("softcap", "logit_scale", "temperature") if name in options}
     logits = dense_logits(input, linear_weight.flatten(0, -2), linear_bias.flatten(), **scores)
     logits = logits.unflatten(-1, linear_weight.shape[:-1])
@@ -87,14 +87,15 @@ def test_every_option_and_what_is_learnt(device, reduction, positions):
         run(f, call, learnt=learnt, reduction=reduction, **EVERYTHING) for f in (flce_ops.linear_cross_entropy, dense)
     )
     assert max(map(error, found, exact)) < 1e-13
-    constant = run(flce_ops.linear_cross_entropy, call, reduction=reduction, **EVERYTHING)  # without weightless tokens
+    # leaves out tokens of weight 0
+    constant = run(flce_ops.linear_cross_entropy, call, reduction=reduction, **EVERYTHING)
     assert max(map(error, constant, exact)) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("positions", [(), POSITIONS], ids=["one head", "positions"])
 def test_half_and_single_against_float64(device, positions, dtype):
-    """Root mean square over what is compared, by torch's in the same dtype."""
+    """The root mean square of all compared errors, relative to torch's in the same dtype."""
     found, plain = [], []
     for reduction in REDUCTIONS:
         call = make_call(device, dtype, positions=positions)
@@ -102,7 +103,7 @@ def test_half_and_single_against_float64(device, positions, dtype):
         for function, errors in ((flce_ops.linear_cross_entropy, found), (dense, plain)):
             errors += map(error, run(function, call, reduction=reduction, label_smoothing=0.1), exact)
     squares = [sum(e * e for e in errors) for errors in (found, plain)]
-    assert squares[0] ** 0.5 < (1.5 if dtype == torch.float32 else 1.2) * squares[1] ** 0.5  # 1.28 and 1.01 seen
+    assert squares[0] ** 0.5 < (1.5 if dtype == torch.float32 else 1.2) * squares[1] ** 0.5  # 1.28 and 1.01 were seen
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_metrics_of_positions(device):
 
 
 def test_no_matrix_of_logits_exists():
-    """Beside a target in float32: 16 MiB would be logits, or the x log x of all tokens."""
+    """With a float32 target, 16 MiB more would be the logits, or x log x of all tokens."""
     hidden, weight = torch.randn(1024, 16).requires_grad_(), torch.randn(4096, 16).requires_grad_()
     target = torch.rand(1024, 4096)
 
@@ -204,7 +205,7 @@ def test_dtensors_are_refused(one_process, shapes, words, metrics):
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.9}], ids=str)
 def test_negative_probabilities_are_not_taken_in_silence(device, options):
-    """Also of a class whose weight is negative, and where smoothing makes them positive."""
+    """Also for a class with a negative weight, and if smoothing makes the probabilities positive."""
     for name in ("weight", "linear_bias"):
         call = make_call(device)
         del call[name]

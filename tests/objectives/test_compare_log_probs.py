@@ -1,4 +1,4 @@
-"""examples/compare_log_probs.py names what parts two sets of log-probabilities."""
+"""examples/compare_log_probs.py names the reason why two sets of log-probabilities differ."""
 
 # B sequences, T tokens of each, D hidden, V vocabulary
 

@@ -1,4 +1,4 @@
-"""Nothing to learn from, huge logits, classes switched off, no tokens."""
+"""Nothing to learn from, huge logits, classes that are switched off, no tokens."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -20,7 +20,7 @@ OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing"
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "everything"])
 def test_all_tokens_ignored(device, reduction, dtype, options, poisoned_memory):
-    """The loss is F.cross_entropy's (nan for mean), the gradients are exactly 0, never nan."""
+    """The loss is F.cross_entropy's (nan for mean); the gradients are exactly 0, not nan."""
     inputs = make_inputs(device=device, dtype=dtype, **(EVERYTHING if options else {}))
     inputs.target.fill_(-100)
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
@@ -41,7 +41,7 @@ def test_all_tokens_ignored_with_a_normalizer_gives_zero(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_ignored_tokens_get_zero_gradient(device, reduction, dtype, poisoned_memory):
-    """Rows of ignored tokens are written too, whatever the cotangent holds there."""
+    """Gradient rows of ignored tokens are written, too, whatever their cotangents are."""
     inputs = make_inputs(device=device, dtype=dtype, token_weight=True)
     ignored = inputs.target == -100
     cotangent = None
@@ -61,7 +61,7 @@ def test_ignored_tokens_get_zero_gradient(device, reduction, dtype, poisoned_mem
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_ignored_tokens_do_not_touch_the_others(device, reduction, dtype):
-    """Whatever an ignored token's hidden state holds, the valid tokens see none of it, bit for bit."""
+    """The contents of an ignored token's hidden state do not change a bit of the valid tokens' results."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     valid = inputs.target != -100
     expected = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
@@ -82,13 +82,14 @@ def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
     exact = run_reference(inputs, reduction=reduction, **options)
     plain = run(plain_loss, inputs, reduction=reduction, **options)
-    # float32, "none": backward takes p = exp(z - lse) from a float32 lse, whose unit at 1e4 is 1e-3 (seen: 1e-5)
+    # for float32 and "none", backward computes p = exp(z - lse) from a float32 lse, whose unit at 1e4 is 1e-3 (1e-5 was
+    # seen)
     slack = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 2e-3, torch.float16: 3e-4}[dtype]
     for name, tensor in found.items():
         if exact[name].abs().max() > torch.finfo(tensor.dtype).max:
-            continue  # float16 with z_loss: slopes of 20 times inputs of hundreds, no number for it
+            continue  # float16 with z_loss: slopes of 20 times inputs of hundreds overflow
         assert tensor.isfinite().all(), name
-        # logits near 1e4 carry rounding errors near 1e-3 in float32: whose happen to be larger is chance
+        # logits near 1e4 have rounding errors near 1e-3 in float32; it is chance which path's are larger
         assert error(tensor, exact[name]) <= 2 * error(plain[name], exact[name]) + slack, name
 
 
@@ -96,14 +97,14 @@ def test_logits_of_ten_thousand_stay_finite(device, reduction, options, dtype):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"z_loss": 0.01, "logit_scale": 0.5}, {"softcap": 5.0}],  # under a cap -inf becomes -softcap
+    [{}, {"z_loss": 0.01, "logit_scale": 0.5}, {"softcap": 5.0}],  # with a softcap, -inf becomes -softcap
     ids=["plain", "z_loss", "softcap"],
 )
 def test_bias_of_minus_infinity_switches_a_class_off(device, reduction, options, dtype):
-    """Padded columns of a vocabulary are masked this way; several in a row fill whole tiles."""
+    """This is how padded columns of a vocabulary are masked. Several in a row fill whole tiles."""
     inputs = make_inputs((64, 32, 1021), device=device, dtype=dtype, bias=True)
     off = torch.zeros(1021, dtype=torch.bool, device=device)
-    off[300:900] = True  # at least one whole tile of 256
+    off[300:900] = True  # at least one whole tile of 256 classes
     off[inputs.target[inputs.target != -100]] = False
     inputs.linear_bias.data[off] = float("-inf")
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
@@ -120,14 +121,14 @@ def test_bias_of_minus_infinity_switches_a_class_off(device, reduction, options,
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_first_tile_all_minus_infinity(device, reduction):
-    """An online logsumexp starts from -inf: -inf - -inf is nan unless the first tiles are looked after."""
+    """An online logsumexp starts from -inf, and -inf - -inf is nan unless the first tiles are handled specially."""
     inputs = make_inputs((33, 16, 1021), device=device, dtype=torch.float32, bias=True)
     inputs.linear_bias.data[:-3] = float("-inf")
     inputs.target.copy_(torch.randint(1018, 1021, (33,)))
     found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
     exact = run_reference(inputs, reduction=reduction)
     plain = run(plain_loss, inputs, reduction=reduction)
-    for name in exact:  # a bias of three classes, whose gradients may cancel in one draw of thirty
+    for name in exact:  # a bias of three classes, whose gradients cancel in about one draw of thirty
         assert error(found[name], exact[name]) <= 2 * error(plain[name], exact[name]) + 1e-6, name
 
 
@@ -173,7 +174,9 @@ def test_no_features_leaves_the_bias(device, reduction):
 
 
 def sum_of_rows(function, inputs):
-    """The largest sum of a row of the logit gradient: 0, as softmax and one-hot both add up to 1."""
+    """The largest absolute sum of a row of the logit gradient. It should be 0, because softmax and one-hot both add up
+    to 1.
+    """
     bias = inputs.linear_bias.detach().clone().requires_grad_()
     (grad,) = torch.autograd.grad(function(inputs.input, inputs.linear_weight, inputs.target, bias), bias)
     return float(grad.double().sum().abs()) / inputs.target.shape[0]
@@ -181,7 +184,7 @@ def sum_of_rows(function, inputs):
 
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e4])
 def test_rows_of_the_logit_gradient_add_up_to_zero_at_any_magnitude(device, offset):
-    """A bias shared by all classes changes no probability, only the size of lse."""
+    """A bias that is equal for all classes changes no probability, only lse."""
     inputs = make_inputs((40, 24, 300), device=device, bias=True, ignored=0.0, requires_grad=False)
     inputs.linear_bias += offset
 

@@ -1,4 +1,4 @@
-"""float16, whose range a loss scale has to meet: what plain torch keeps finite is finite here, and as exact."""
+"""float16 with a loss scale: whatever is finite in plain torch is finite here, and as accurate."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -13,9 +13,9 @@ from reference_loss import error, plain_loss, run, run_reference
 import flce_ops
 
 UNIT = 2.0**-11
-FACTORS = [1.0, 1024.0, 65536.0]  # the last one is GradScaler's first
+FACTORS = [1.0, 1024.0, 65536.0]  # the last one is GradScaler's initial scale
 
-# name: (what make_inputs adds, options, what is multiplied into weight and bias)
+# name: (arguments of make_inputs, options, a factor for weight and bias)
 CASES = {
     "plain": ({}, {}, {}),
     "class_weight": ({"weight": True}, {"label_smoothing": 0.1}, {"weight": 1000.0}),
@@ -35,12 +35,12 @@ def half_inputs(tokens, case, device="cpu"):
 
 
 def assert_as_finite_and_exact(found, plain, exact):
-    """Gradient for gradient, where plain torch's has no infinite entry."""
+    """Checks each gradient whose counterpart in plain torch is finite."""
     compared = [name for name in found if plain[name].isfinite().all()]
     for name in compared:
         assert found[name].isfinite().all(), name
-        # one entry may dominate the only row: the rounding of it, up to a unit, may spare plain torch; and numbers
-        # that underflow in both
+        # one entry may dominate the only row, and by chance plain torch may round it well; and some numbers underflow
+        # in both
         slack = UNIT + 2.0**-24 * found[name].numel() ** 0.5 / exact[name].norm()
         assert error(found[name], exact[name]) <= 1.5 * error(plain[name], exact[name]) + slack, name
     return compared
@@ -73,7 +73,7 @@ def test_what_plain_torch_keeps_finite_is_finite_when_compiled(case):
 def test_what_plain_torch_keeps_finite_of_a_divergence_is_finite_and_as_exact(kind, reduction, factor):
     for tokens in (1, 200):
         pair = make_pair((tokens, 24, 16, 61), dtype=torch.float16, ignored=0.0)
-        pair["teacher_weight"] *= 20.0  # teacher and student disagree by hundreds of nats
+        pair["teacher_weight"] *= 20.0  # teacher and student differ by hundreds of nats
         cotangent = torch.full((tokens,) if reduction == "none" else (), factor)
         options = {"kind": kind, "reduction": reduction}
         found, plain = (
@@ -84,7 +84,7 @@ def test_what_plain_torch_keeps_finite_of_a_divergence_is_finite_and_as_exact(ki
 
 
 def test_sums_over_a_batch_of_vmap_are_as_finite_as_plain_torchs(device):
-    """Two tokens whose gradients of the weight each exceed float16's range, and cancel."""
+    """The weight gradient of each of the two tokens exceeds float16's range, and they cancel."""
     x = torch.tensor([[200.0, 1.0], [-200.0, 1.0]], dtype=torch.float16, device=device)
     w = torch.zeros(5, 2, dtype=torch.float16, device=device)
     target = torch.tensor([3, 3], device=device)
@@ -121,7 +121,7 @@ def test_sums_over_a_batch_of_vmap_are_as_finite_as_plain_torchs(device):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("function", ["cross_entropy", "kl_div"])
 def test_a_row_that_is_not_finite_leaves_the_others_as_they_were(function, bad):
-    """A mean over many tokens, whose gradients underflow without the loss scale that comes in backward."""
+    """A mean over many tokens, whose gradients would underflow without the loss scale that arrives in backward."""
     pair = make_pair((64, 24, 16, 61), dtype=torch.float16, ignored=0.0)
     teacher = [pair["teacher_input"], pair["teacher_weight"]]
 

@@ -1,4 +1,4 @@
-"""linear_kl_div and its gradients against float64: no worse than F.kl_div of dense logits in the same dtype."""
+"""linear_kl_div and its gradients are as close to float64 as F.kl_div of dense logits in the same dtype."""
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -24,11 +24,11 @@ import flce_ops
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 REDUCTIONS = ("none", "mean", "sum")
 
-# name: (what make_pair adds, options of the loss)
+# name: (arguments of make_pair, options of the loss)
 ARGUMENTS = {
     "plain": ({"target": False}, {}),
     "ignored tokens": ({}, {}),
-    "close to the teacher": ({"close": True}, {}),  # the end of training: divergences of 1e-2
+    "close to the teacher": ({"close": True}, {}),  # as at the end of training: divergences of 1e-2
     "bias": ({"bias": True}, {}),
     "temperature": ({}, {"logit_scale": 0.5}),
     "temperatures that differ": ({}, {"logit_scale": 0.5, "teacher_logit_scale": 1.3}),
@@ -43,7 +43,7 @@ ARGUMENTS = {
     ),
 }
 
-# What may come on top where plain torch happens to be lucky, in units of the operands' rounding.
+# Extra tolerance for cases in which plain torch's error happens to be small, in units of the operands' rounding.
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLACK = {torch.float64: 64, torch.float32: 6, torch.bfloat16: 0.5, torch.float16: 0.5}
 SLACK_OF_FEW_NUMBERS = {torch.float64: 64, torch.float32: 12, torch.bfloat16: 1.0, torch.float16: 1.0}
@@ -62,14 +62,15 @@ def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
     exact = flat_results(reference_divergence, [clone(d, torch.float64) for d in draws], cotangents, **options)
     plain = flat_results(plain_divergence, draws, cotangents, **options)
     ours = flat_results(flce_ops.linear_kl_div, draws, cotangents, **options)
-    # backward has 1 / acceptance as e^loss, whose rounding is one of the loss
+    # backward computes 1 / acceptance as e^loss, which multiplies the rounding error of the loss
     amplified = 1.0 + (exact["loss"].max().item() if options.get("kind") == "nla" and per_token else 0.0)
     assert ours["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for name, found in ours.items():
         if name != "loss":
             assert found.dtype == draws[0][name].dtype
         ours_error, plain_error = error(found, exact[name]), error(plain[name], exact[name])
-        kinked = options.get("kind") in KINKED and name != "loss"  # few entries beyond the kink are most of the error
+        # most of the error comes from few entries on the other side of the kink
+        kinked = options.get("kind") in KINKED and name != "loss"
         bound = (3.0 if kinked else 1.25) * plain_error + amplified * slack[dtype] * UNIT[dtype]
         assert ours_error <= bound + kinked * (0.01 if dtype.itemsize == 2 else 1e-4), (name, ours_error, plain_error)
 
@@ -86,17 +87,17 @@ def cases():
 @pytest.mark.parametrize("name, reduction", list(cases()))
 def test_divergence_and_gradients_are_no_worse_than_plain_torch(device, name, reduction, kind, dtype, poisoned_memory):
     made, options = ARGUMENTS[name]
-    # a few large entries decide the error of a half dtype: several draws
+    # for half dtypes a few large entries decide the error, so several draws are used
     draws = [make_pair(device=device, dtype=dtype, **made) for _ in range(3 if dtype.itemsize == 2 else 1)]
     assert_no_worse_than_plain(draws, reduction=reduction, kind=kind, **options)
 
 
 SHAPES = [
-    (17, 33, 8, 509),  # prime V
+    (17, 33, 8, 509),  # V is prime
     (64, 32, 32, 128),  # multiples of everything, D = E
-    (1, 5, 3, 7),  # one token
-    (5, 1, 1, 11),  # one feature
-    (3, 4, 2, 1),  # one class: divergence 0
+    (1, 5, 3, 7),  # a single token
+    (5, 1, 1, 11),  # a single feature
+    (3, 4, 2, 1),  # a single class: divergence 0
     (300, 8, 9, 13),  # many more tokens than classes
 ]
 
@@ -105,8 +106,9 @@ SHAPES = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_is_no_worse_than_plain_torch(device, shape, kind, dtype, poisoned_memory):
-    # One large row decides the error of few tokens in half. One token: of 4500 errors of 8 draws one was over the bound
-    # beside plain torch's, which are as large on average; of 2700 of 32 draws none was above 0.6 of the slack.
+    # With few tokens, one large row decides the error in half precision. With one token, of 4500 errors of 8 draws one
+    # exceeded the bound, although plain torch's are as large on average. Of 2700 errors of 32 draws, none exceeded 0.6
+    # of the slack.
     draws = [make_pair(shape, device=device, dtype=dtype, bias=True) for _ in range(32 if shape[0] == 1 else 8)]
     for reduction in ("none", "mean"):
         assert_no_worse_than_plain(draws, slack=SLACK_OF_FEW_NUMBERS, reduction=reduction, kind=kind)
@@ -131,10 +133,10 @@ def test_the_weight_gradient_over_chunks_is_rounded_once(device, dtype):
     pair = make_pair((2000, 16, 12, 61), device=device, dtype=dtype)
     expected = run_reference(pair)["linear_weight"]
     errors = []
-    for bytes in (1 << 30, 1):  # one chunk, sixteen
+    for bytes in (1 << 30, 1):  # one chunk; sixteen chunks
         with flce_ops.workspace(bytes):
             errors.append(error(run(flce_ops.linear_kl_div, pair)["linear_weight"], expected))
-    # a CPU rounds each chunk's product; summed in half it would be 3 times
+    # a CPU rounds each chunk's product; a sum in half precision would have 3 times the error
     assert errors[1] < 1.5 * errors[0] + rounded_sums(dtype, device, flce_ops.last_path().chunks), errors
 
 
@@ -145,7 +147,7 @@ def test_student_and_teacher_may_differ_in_dtype(device, teacher_dtype):
         pair[name] = pair[name].to(teacher_dtype)
     expected = run_reference(pair)
     found = run(flce_ops.linear_kl_div, pair)
-    tolerance = 1e-2 if teacher_dtype == torch.bfloat16 and device == "cpu" else 3e-6  # a CPU rounds bf16 products
+    tolerance = 1e-2 if teacher_dtype == torch.bfloat16 and device == "cpu" else 3e-6  # a CPU rounds bfloat16 products
     for name in expected:
         assert error(found[name], expected[name]) < tolerance, name
 
@@ -207,9 +209,9 @@ def test_no_tokens(device, target, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # whose acceptance underflows
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # the acceptance of "nla" underflows
 def test_logits_of_hundreds(device, kind, reduction, dtype):
-    """Confident models that disagree: probabilities underflow, divergences of hundreds of nats."""
+    """Confident models that disagree: probabilities underflow, and divergences are hundreds of nats."""
     pair = make_pair(device=device, dtype=dtype)
     with torch.no_grad():
         pair["input"] *= 50
@@ -225,7 +227,7 @@ def test_logits_of_hundreds(device, kind, reduction, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_taken_out_by_an_infinite_bias(device, kind):
-    """Padding of the vocabulary in both models: -inf logits on both sides are 0 log 0."""
+    """Padding of the vocabulary in both models: logits of -inf on both sides give 0 log 0."""
     pair = make_pair(device=device, dtype=torch.float64, bias=True)
     V = RAGGED[3]
     without = {name: t[: V - 11] if name.endswith(("weight", "bias")) else t for name, t in clone(pair).items()}
@@ -241,7 +243,7 @@ def test_classes_taken_out_by_an_infinite_bias(device, kind):
 
 
 def test_a_loss_scale_keeps_small_float16_gradients(device):
-    """A mean over 4096 tokens: without the scale entries of G / N under 2^-24 are zero in float16."""
+    """For a mean over 4096 tokens, entries of G / N below 2^-24 would be zero in float16 without the scale."""
     pair = make_pair((4096, 16, 12, 509), device=device, dtype=torch.float16)
     scale = torch.tensor(4096.0, device=device)
     for kind in KINDS:
@@ -254,7 +256,9 @@ def test_a_loss_scale_keeps_small_float16_gradients(device):
 @pytest.mark.parametrize("kind", KINKED)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_where_both_models_agree_nothing_pulls(device, kind, reduction):
-    """At the kink, in the middle of the subgradients: the gradient is exactly 0, and so is the value."""
+    """Where both models agree, the divergence has a kink. The gradient is exactly 0, the middle of the subgradients,
+    and so is the value.
+    """
     pair = make_pair(device=device, bias=True)
     pair |= {f"teacher_{name}": pair[of].detach() for name, of in (("input", "input"), ("weight", "linear_weight"))}
     pair["teacher_bias"] = pair["linear_bias"].detach()

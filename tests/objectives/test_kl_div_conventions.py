@@ -1,4 +1,4 @@
-"""linear_kl_div keeps the field's conventions: beta, temperature, symmetry; teachers whose probabilities are given."""
+"""linear_kl_div follows the field's conventions: beta, temperature, symmetry, and teachers given as probabilities."""
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -20,7 +20,7 @@ from test_kl_div import REDUCTIONS
 
 import flce_ops
 
-# ---------------------------------------------------------------- conventions of the field
+# ---------------------------------------------------------------- usual conventions
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -34,7 +34,7 @@ def test_beta_zero_is_forward_and_beta_one_is_reverse(device, reduction):
 
 
 def test_beta_weighs_the_teacher(device):
-    """0.9 of the teacher in the mixture: nearer to reverse KL over (1 - beta) than to forward KL over beta."""
+    """With beta = 0.9, jsd is closer to reverse KL over (1 - beta) than to forward KL over beta."""
     pair = make_pair(device=device, dtype=torch.float64, close=True)
     values = {
         kind: flce_ops.linear_kl_div(**pair, kind=kind, beta=0.999).item() for kind in ("forward", "reverse", "jsd")
@@ -79,7 +79,7 @@ def test_the_temperature_squared_is_the_users(device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_temperature_over_capped_logits(device, kind):
-    """The docstring's recipe: logit_scale / T together with softcap / T."""
+    """The recipe of the docstring: logit_scale / T together with softcap / T."""
     pair = make_pair(device=device, dtype=torch.float64, requires_grad=False, target=False)
     T, cap = 2.0, 3.0
     logits = [
@@ -98,7 +98,7 @@ def test_temperature_over_capped_logits(device, kind):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["forward", "jsd"])
 def test_exact_zeros_in_teacher_probs(device, kind, reduction, dtype):
-    """0 log 0 = 0: F.kl_div's convention. One-hot rows among them: cross-entropy."""
+    """0 log 0 = 0, as in F.kl_div. Some rows are one-hot, which gives a cross-entropy."""
     pair = make_pair(device=device, dtype=dtype, probs=True)
     probs = pair["teacher_probs"]
     probs[:, ::3] = 0.0
@@ -127,7 +127,9 @@ def test_one_hot_probabilities_are_cross_entropy(device):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_probabilities_that_do_not_add_up_to_one(device, kind, reduction):
-    """A truncated top-k, or probabilities rounded to bfloat16: still the sums of the definition and their gradient."""
+    """A truncated top-k, or probabilities rounded to bfloat16: the sums of the definition still hold, with their
+    gradient.
+    """
     pair = make_pair(device=device, dtype=torch.float64, probs=True)
     pair["teacher_probs"] = pair["teacher_probs"] * torch.rand(RAGGED[0], 1, device=device)
     expected = run_reference(pair, kind=kind, reduction=reduction)
@@ -140,7 +142,7 @@ def test_probabilities_that_do_not_add_up_to_one(device, kind, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_class_that_neither_side_can_choose_is_as_if_it_were_not_there(device, kind, reduction, bias):
-    """0 log (0 / 0) = 0, and so is its gradient, where the formula on logits makes nan of 0 * inf."""
+    """0 log (0 / 0) = 0, with a gradient of 0. The formula on logits would give nan there, from 0 * inf."""
     pair = make_pair(device=device, dtype=torch.float64, probs=True, bias=True)
     gone, V = [2, 5], pair["linear_weight"].shape[0]
     left = [j for j in range(V) if j not in gone]
@@ -162,7 +164,7 @@ def test_a_class_that_neither_side_can_choose_is_as_if_it_were_not_there(device,
 
 
 def test_reverse_is_infinite_where_given_probabilities_forbid_what_the_student_does(device):
-    """And has no gradient there; "jsd" has both."""
+    """kind="reverse" has no gradient there; "jsd" has a finite value and a gradient."""
     pair = make_pair(device=device, probs=True, target=False)
     pair["teacher_probs"][3, 5] = 0.0
     found = flce_ops.linear_kl_div(**pair, kind="reverse", reduction="none")

@@ -50,7 +50,7 @@ def test_gemm_passes_under_checkpointing(device, way, student, teacher):
 
 
 N, D, E, V = 2048, 16, 24, 2003  # float32 logits: 16 MiB
-WORKSPACE = 6 * MiB  # for more than the 128 rows that are always held
+WORKSPACE = 6 * MiB  # more than the 128 rows need that every chunk has at least
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,7 +73,9 @@ def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, redu
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_need_one_chunk(monkeypatch, reduction):
-    """More matrices than linear_cross_entropy's, so more chunks: they are what the rule for the sum counts."""
+    """linear_kl_div holds more matrices than linear_cross_entropy, so it has more chunks. The rule for the float32 sum
+    depends on the number of chunks.
+    """
     dtypes = []
 
     class Watched(reference.GradientAccumulator):
@@ -91,7 +93,7 @@ def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_nee
 
 
 def test_teacher_states_are_not_held_until_backward(device):
-    """Gradients are made in forward, so a freed teacher is free."""
+    """Gradients are made in forward, so the memory of a freed teacher is free."""
     import weakref
 
     pair = make_pair(device=device)

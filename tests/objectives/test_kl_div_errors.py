@@ -1,6 +1,6 @@
 """The error table of docs/distillation.md.
 
-Its rows: PYTHONPATH=tests python tests/objectives/test_kl_div_errors.py [--device cuda]
+To print its rows: PYTHONPATH=tests python tests/objectives/test_kl_div_errors.py [--device cuda]
 """
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -25,7 +25,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "distillation.md"
 
 
 def errors(dtype: torch.dtype, kind: str, reduction: str, device: str, draws: int) -> dict[str, tuple[float, float]]:
-    """Mean error over the draws, ours and F.kl_div's on dense logits, of the loss and both gradients."""
+    """Mean error over the draws, of this package and of F.kl_div on dense logits, for the loss and both gradients."""
     sums = {name: [0.0, 0.0] for name in ("loss", "input", "linear_weight")}
     for _ in range(draws):
         pair = make_pair(SHAPE, device=device, dtype=dtype)
@@ -52,7 +52,7 @@ def documented_rows() -> dict[tuple[str, str, str], list[str]]:
     return {tuple(cells[:3]): cells[3:] for cells in rows if cells[0] in DTYPES}
 
 
-# not float64, whose judge is no better than itself
+# not float64, because the reference is no more accurate
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_documented_errors_are_the_operators(dtype):
     documented = documented_rows()
@@ -61,8 +61,8 @@ def test_the_documented_errors_are_the_operators(dtype):
         for name, cell, written in zip(("loss", "input", "linear_weight"), found, documented[row], strict=True):
             ours, promised = (float(text.split(" / ")[0]) for text in (cell, written))
             if name == "loss" and row[2] == "mean":
-                assert ours <= 8 * promised, (row, cell, written)  # the mean of errors of either sign: some luck
-            elif row[1] in KINKED and name != "loss":  # a matter of few entries that are on the other side of p = q
+                assert ours <= 8 * promised, (row, cell, written)  # a mean of errors with either sign depends on luck
+            elif row[1] in KINKED and name != "loss":  # depends on a few entries on the other side of p = q
                 assert ours <= 3 * float(cell.split(" / ")[1]) + (1e-2 if "16" in row[0] else 1e-4), (row, cell)
             else:
                 assert promised / 2 <= ours <= 2 * promised, (row, cell, written)

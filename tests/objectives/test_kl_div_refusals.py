@@ -1,4 +1,4 @@
-"""What linear_kl_div refuses, by name."""
+"""What linear_kl_div refuses, with the name of the argument."""
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -100,7 +100,7 @@ def test_a_teacher_that_requires_a_gradient_is_fine_where_nothing_is_recorded():
     with torch.no_grad():
         assert torch.equal(flce_ops.linear_kl_div(**pair), expected)
     with pytest.raises(NotImplementedError, match="teacher_weight requires a gradient"):
-        flce.linear_kl_div_forward(*inner_args(pair))  # the inner operators do not drop it in silence either
+        flce.linear_kl_div_forward(*inner_args(pair))  # the inner operators do not drop the option silently, either
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -114,7 +114,9 @@ def test_second_derivatives_are_refused_by_name(reduction):
 
 @pytest.mark.parametrize("frozen", [None, "linear_weight"])
 def test_compiled_second_derivatives_are_refused(frozen):
-    """AOTAutograd refuses where the backward graph reads a tensor that requires a gradient: an unfrozen one."""
+    """AOTAutograd refuses if the backward graph reads a tensor that requires a gradient, which is a weight that is not
+    frozen.
+    """
     pair = make_pair(SHAPE)
     if frozen is not None:
         pair[frozen].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""linear_log_probs: log-probabilities, logsumexp, entropy and argmax against dense logits in float64."""
+"""linear_log_probs: log-probabilities, logsumexp, entropy and argmax, compared with dense logits in float64."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -14,12 +14,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOATS = ("log_probs", "lse", "entropy")
 BOTH = {"entropy": True, "argmax": True}
 
-# What may come on top of plain torch's error when that happens to be small, in units of the operands' rounding.
+# Extra tolerance for cases in which plain torch's error happens to be small, in units of the operands' rounding.
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# float64 is its own truth here, with an error of 0: sums of V terms in another order are off by 30 units.
+# float64 is its own reference here, with an error of 0. Sums of V terms in another order differ by 30 units.
 SLACK = {torch.float64: 100, torch.float32: 5, torch.bfloat16: 0.6, torch.float16: 0.6}
 
-# name: (what make_inputs adds, options)
+# name: (arguments of make_inputs, options)
 ARGUMENTS = {
     "plain": ({}, {}),
     "bias": ({"bias": True}, {}),
@@ -33,13 +33,13 @@ ARGUMENTS = {
 
 
 def dense(input, linear_weight, target, linear_bias=None, *, ignore_index=-100, **options):
-    """The definition on dense logits; half operands' logits are widened before the softmax."""
+    """The definition on dense logits. Logits of half operands become float32 before the softmax."""
     z = dense_logits(input, linear_weight, linear_bias, **options)
     z = z if z.dtype == torch.float64 else z.float()
     log_p = z.log_softmax(-1)
     valid = target != ignore_index
     column = torch.where(valid, target, 0).long().unsqueeze(-1)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # p log p is 0 where a bias of -inf makes p 0
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # a bias of -inf makes p 0, and p log p must be 0
     rows = (log_p.gather(-1, column).squeeze(-1), z.logsumexp(-1), entropy)
     return flce_ops.LinearLogProbs(*(torch.where(valid, row, 0.0) for row in rows), z.argmax(-1).where(valid, -1))
 
@@ -49,7 +49,7 @@ def ours(*args, **options):
 
 
 def run(function, inputs: Inputs, cotangents, dtype=None, **options):
-    """Results, and gradients of the inner product with the cotangents, {name: tensor or None}."""
+    """Returns the results, and the gradients of their inner product with the cotangents, {name: tensor or None}."""
     inputs = inputs.clone(dtype)
     if inputs.ignore_index != -100:
         options["ignore_index"] = inputs.ignore_index
@@ -75,16 +75,17 @@ def assert_no_worse_than_plain(inputs, cotangents, slack=1.0, **options):
             continue
         expected = torch.float64 if dtype == torch.float64 else torch.float32
         assert tensor.dtype == (expected if name in FLOATS else dtype), name
-        room = slack * SLACK[dtype] * (2.5 if name == "linear_bias" else 1.0)  # few entries carry its norm
+        room = slack * SLACK[dtype] * (2.5 if name == "linear_bias" else 1.0)  # a few entries dominate its norm
         limit = error(plain[name], exact[name]) + room * UNIT[dtype]
         assert error(tensor, exact[name]) <= limit, name
     assert_largest(inputs, argmax, **options)
 
 
 def assert_largest(inputs, argmax, **options):
-    """The dense argmax; half products are rounded, so only where the two largest float64 logits are well apart.
+    """The argmax of dense logits. Half products are rounded, so it is compared only if the two largest float64 logits
+    differ clearly.
 
-    -1 where ignored.
+    It is -1 for ignored tokens.
     """
     z = dense_logits(*(t if t is None else t.detach().double() for t in (*inputs.args[:2], inputs.args[3])), **options)
     assert argmax.dtype == torch.int64 and argmax.shape == inputs.target.shape
@@ -119,7 +120,7 @@ def test_the_gradient_of_each_alone_is_no_worse_than_plain_torch(device, options
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != RAGGED], ids=str)
 def test_other_shapes(device, shape, dtype, poisoned_memory):
     inputs = make_inputs(shape, device=device, dtype=dtype, bias=True)
-    assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), slack=20)  # few numbers: luck
+    assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), slack=20)  # few numbers, so luck matters
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""linear_log_probs: what it costs; opcheck, torch.compile, torch.func, checkpoints and export of it."""
+"""linear_log_probs: its cost, opcheck, torch.compile, torch.func, checkpoints and export."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -185,7 +185,7 @@ def test_second_derivatives_of_log_probs_and_lse(device):
         return found.log_probs, found.lse
 
     assert torch.autograd.gradgradcheck(rows, (inputs.input, inputs.linear_weight))
-    with_entropy = ours(*inputs.args)  # an entropy that nobody differentiates is in nobody's way
+    with_entropy = ours(*inputs.args)  # an entropy that nobody differentiates changes nothing
     (first,) = torch.autograd.grad(with_entropy.log_probs.sum(), inputs.input, create_graph=True)
     assert torch.autograd.grad(first.square().sum(), inputs.input)[0].isfinite().all()
 

@@ -1,4 +1,4 @@
-"""linear_log_probs of ignored tokens, classes that are switched off, extremes and nothing; what it refuses."""
+"""linear_log_probs with ignored tokens, switched-off classes, extreme logits and no tokens; and what it refuses."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -35,7 +35,7 @@ def test_only_the_argmax_has_no_graph(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_ignored_tokens_give_zero_and_get_no_gradient(device, softcap, dtype, poisoned_memory):
-    """Whatever the cotangents hold there."""
+    """Whatever the cotangents of ignored tokens are."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     ignored = inputs.target == -100
     cotangents = {name: c.masked_fill(ignored, torch.nan) for name, c in cotangents_of(FLOATS, inputs).items()}
@@ -45,7 +45,7 @@ def test_ignored_tokens_give_zero_and_get_no_gradient(device, softcap, dtype, po
     assert torch.equal(found["input"][ignored], torch.zeros_like(found["input"][ignored]))
     assert all(found[name].isfinite().all() for name in inputs.leaves)
     assert torch.equal(argmax == -1, ignored) and (argmax < RAGGED[2]).all()
-    # and the valid ones see none of what the ignored hold, bit for bit
+    # and the contents of ignored tokens do not change a bit of the valid ones
     inputs.input.data[ignored] = 100.0
     again, _ = run(ours, inputs, cotangents, softcap=softcap)
     for name, tensor in found.items():
@@ -76,7 +76,7 @@ def test_rows_of_ignored_tokens_may_hold_anything(device, bad):
 def test_classes_switched_off_by_a_bias_of_minus_infinity(device, options, dtype, poisoned_memory):
     inputs = make_inputs((64, 32, 1021), device=device, dtype=dtype, bias=True)
     off = torch.zeros(1021, dtype=torch.bool, device=device)
-    off[:900] = True  # whole tiles, the first among them
+    off[:900] = True  # whole tiles, including the first
     inputs.target[inputs.target != -100] = torch.randint(900, 1021, ((inputs.target != -100).sum(),), device=device)
     inputs.linear_bias.data[off] = float("-inf")
     assert_no_worse_than_plain(inputs, cotangents_of(FLOATS, inputs), **options)
@@ -85,7 +85,8 @@ def test_classes_switched_off_by_a_bias_of_minus_infinity(device, options, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_target_that_is_switched_off_has_no_probability_and_leaves_the_entropy_right(device, dtype):
     inputs = make_inputs((40, 16, 301), device=device, dtype=dtype, bias=True, ignored=0.1)
-    inputs.linear_bias.data[inputs.target[1]] = inputs.linear_bias.data[0] = float("-inf")  # 0: stand-in of the ignored
+    # class 0 is the stand-in for ignored tokens
+    inputs.linear_bias.data[inputs.target[1]] = inputs.linear_bias.data[0] = float("-inf")
     cotangents = cotangents_of(FLOATS, inputs)
     exact, _ = run(dense, inputs, cotangents, torch.float64)
     found, _ = run(ours, inputs, cotangents)
@@ -104,7 +105,7 @@ def test_logits_of_ten_thousand_stay_finite(device, dtype):
     exact, _ = run(dense, inputs, cotangents, torch.float64)
     plain, _ = run(dense, inputs, cotangents)
     found, _ = run(ours, inputs, cotangents)
-    # float32: a unit of lse is 1e-3 here, which p = exp(z - lse) takes over
+    # for float32 a unit of lse is 1e-3 here, and p = exp(z - lse) has that error
     slack = {torch.float64: 1e-11, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.1}[dtype]
     for name, tensor in found.items():
         assert tensor.isfinite().all(), name
@@ -130,7 +131,7 @@ def test_a_peaked_distribution_has_entropy_zero_and_a_flat_one_log_v(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_first_of_equal_logits_is_the_argmax(device, dtype):
-    weight = torch.randint(-2, 3, (600, 4), device=device).to(dtype)  # small integers: products are exact
+    weight = torch.randint(-2, 3, (600, 4), device=device).to(dtype)  # products of small integers are exact
     hidden = torch.randint(-2, 3, (50, 4), device=device).to(dtype)
     logits = hidden.float() @ weight.float().T
     first = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
@@ -180,7 +181,9 @@ def test_a_target_outside_the_vocabulary_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_entropy_of_nearly_sure_rows_keeps_the_digits_of_plain_torch(device, dtype):
-    """It is no difference of lse and a mean logit, whose last digits are those of logits of 40."""
+    """The entropy must not be a difference of lse and a mean logit, because both have the rounding errors of logits of
+    40.
+    """
     classes = torch.randn(1009, 64, device=device) / 8
     y = torch.randint(1009, (256,), device=device)
     x = (40 * classes[y] + 0.1 * torch.randn(256, 64, device=device)).to(dtype).requires_grad_()
@@ -198,6 +201,6 @@ def test_entropy_of_nearly_sure_rows_keeps_the_digits_of_plain_torch(device, dty
     exact = step(plain, *(leaf.detach().double().requires_grad_() for leaf in (x, w)))
     found = step(lambda x, w: flce_ops.linear_log_probs(x, w, y, entropy=True).entropy, x, w)
     assert 0 < exact[0].median() < 0.5
-    unit = 2e-7 * len(x) ** 0.5 / exact[0].norm()  # of numbers near 1, the sums of exponentials
+    unit = 2e-7 * len(x) ** 0.5 / exact[0].norm()  # for numbers near 1, the sums of exponentials
     for mine, theirs, truth in zip(found, step(plain, x, w), exact, strict=True):
         assert error(mine, truth) <= 1.5 * error(theirs, truth) + unit

@@ -1,6 +1,6 @@
-"""docs/log_probs.md: its code runs, its losses learn, its error table.
+"""docs/log_probs.md: its code runs, its losses fall, and its error table is true.
 
-Rows: PYTHONPATH=tests python tests/objectives/test_log_probs_docs.py
+To print its rows: PYTHONPATH=tests python tests/objectives/test_log_probs_docs.py
 """
 
 # N tokens, D hidden, V vocabulary
@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "log_probs.md"
 
 
 def cells(dtype: torch.dtype, name: str, device: str, draws: int) -> list[str]:
-    """Mean error of one result and of the gradients of it alone, ours / plain torch's."""
+    """Mean error of one result and of its own gradients: this package's / plain torch's."""
     sums = {key: [0.0, 0.0] for key in (name, *GRADIENTS)}
     for _ in range(draws):
         made = inputs.make_inputs(SHAPE, device=device, dtype=dtype)

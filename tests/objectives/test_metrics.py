@@ -1,4 +1,4 @@
-"""return_metrics=True: the same loss and gradients, and the argmax and token accuracy of the same pass."""
+"""return_metrics=True: loss and gradients stay the same; argmax and token accuracy come from the same pass."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -17,7 +17,7 @@ import flce_ops
 flce = torch.ops.flce
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EVERYTHING = {"bias": True, "weight": True, "token_weight": True}
-# name: (what make_inputs adds, options of the loss)
+# name: (arguments of make_inputs, options of the loss)
 ARGUMENTS = {
     "plain": ({}, {}),
     "label_smoothing": ({"weight": True}, {"label_smoothing": 0.1}),
@@ -35,7 +35,9 @@ def with_metrics(*args, **options):
 
 
 def apart_and_argmax(inputs, options):
-    """Dense float64 argmax, -1 where ignored, and where it is beyond the rounding of the operands' dtype."""
+    """The argmax of dense float64 logits, -1 for ignored tokens; and where it is certain despite the rounding of the
+    operands' dtype.
+    """
     logits = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
     exact = inputs.clone(torch.float64)
     z = dense_logits(exact.input, exact.linear_weight, exact.linear_bias, **logits).detach()
@@ -143,7 +145,7 @@ def test_shapes_of_a_batch_and_the_modules(device):
         found, of_module = module(args[0], args[2], return_metrics=True)
         assert torch.equal(found, module(args[0], args[2]))
         assert isinstance(of_module, flce_ops.LinearCrossEntropyMetrics)
-        assert torch.equal(of_module.argmax, metrics.argmax)  # a positive scale keeps the order
+        assert torch.equal(of_module.argmax, metrics.argmax)  # a positive scale keeps the order of the logits
         assert torch.equal(of_module.token_accuracy, metrics.token_accuracy)
     valid = args[2] != -100
     assert torch.equal(head(args[0]).argmax(-1).where(valid, -1), metrics.argmax)
@@ -200,7 +202,7 @@ def test_compiled_in_one_graph(device, reduction):
     for name, leaf in leaves.leaves.items():
         assert error(leaf.grad, expected[name]) < 1e-13
     assert torch.equal(found.argmax, metrics.argmax)
-    # Inductor's float32 division on CUDA is right to two units in the last place
+    # Inductor's float32 division on CUDA is accurate to two units in the last place
     eps = torch.finfo(metrics.token_accuracy.dtype).eps
     torch.testing.assert_close(found.token_accuracy, metrics.token_accuracy, rtol=4 * eps, atol=0.0)
 
@@ -228,7 +230,7 @@ def test_checkpointed(device, reentrant):
         return loss, *metrics
 
     loss, accuracy, argmax = checkpoint(block, *leaves.args, use_reentrant=reentrant)
-    assert reentrant or not accuracy.requires_grad  # a reentrant region marks all that is floating
+    assert reentrant or not accuracy.requires_grad  # a reentrant region marks all floating-point outputs
     loss.backward()
     assert accuracy == metrics.token_accuracy and torch.equal(argmax, metrics.argmax)
     for name, leaf in leaves.leaves.items():

@@ -1,4 +1,4 @@
-"""linear_policy_loss: values and gradients of every objective and KL estimator against the plain formulas."""
+"""linear_policy_loss: values and gradients of every objective and KL estimator, compared with the plain formulas."""
 
 # N tokens, D hidden, V vocabulary; B sequences of T tokens
 
@@ -39,7 +39,7 @@ def inner_options(objective="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, 
 
 
 def losses_and_slopes(log_probs, tokens, options):
-    """Those by the log-probability, the target's logit less lse; each with a graph of its own."""
+    """The losses, and their slopes by the log-probability (the target's logit minus lse), each with its own graph."""
     policy = Policy(options, tokens)
     losses, _ = policy.losses_and_slopes(-log_probs, log_probs, None)
     _, slopes = policy.losses_and_slopes(-log_probs, log_probs, None)
@@ -54,7 +54,7 @@ def losses_and_slopes(log_probs, tokens, options):
 @pytest.mark.parametrize("kl", KL, ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_slopes_are_the_derivative_of_the_losses_which_are_the_plain_formula(objective, kl):
-    """Ratios below, at and above every bound, advantages of both signs and 0; the second derivative too."""
+    """With ratios below, at and above every bound, advantages of both signs and 0. Checks second derivatives, too."""
     options = objective | kl
     ratios = torch.tensor([0.01, 0.5, 0.79, 0.81, 0.999, 1.0, 1.001, 1.19, 1.21, 1.27, 1.29, 1.49, 1.51, 2.9, 3.1, 50])
     ratio, advantage = torch.cartesian_prod(ratios.double(), torch.tensor([-2.0, -0.5, 0.0, 0.7]).double()).T
@@ -76,7 +76,7 @@ def test_slopes_are_the_derivative_of_the_losses_which_are_the_plain_formula(obj
 
 
 def test_bounds_belong_to_the_inside():
-    """Where the ratio is its bound, torch's clamp has derivative 1."""
+    """At a ratio equal to its bound, the derivative is 1, as for torch's clamp."""
     bounds = torch.tensor([0.75, 1.25, 4.0], dtype=torch.float64)
     advantage = torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64)
     options = inner_options(clip_low=0.25, clip_high=0.25, dual_clip=4.0)
@@ -88,7 +88,9 @@ def test_bounds_belong_to_the_inside():
 
 @pytest.mark.parametrize("objective", ["ppo", "clip higher", "dual clip", "cispo", "unbounded"])
 def test_an_overflowing_ratio_gives_the_plain_value_and_a_clipped_token_no_gradient(objective):
-    """log_prob - old is 100: exp is inf in float32. Autograd of the plain formula has 0 * inf where it is clipped."""
+    """log_prob - old is 100, so exp is inf in float32. For a clipped token, autograd of the plain formula computes 0 *
+    inf.
+    """
     options = OBJECTIVES[objective]
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
     advantage, old = torch.tensor([2.0, -2.0]), torch.tensor([-101.0, -101.0])
@@ -124,7 +126,8 @@ ARGUMENTS = {
 def cases():
     for name, dtype in itertools.product(ARGUMENTS, DTYPES):
         for reduction in ("mean", "sum", "none"):
-            # the same losses: one reduction for a dtype and name in turn, all of them for float32
+            # the losses do not depend on the reduction: each dtype and name takes one reduction in turn, float32 all of
+            # them
             turn = (list(ARGUMENTS).index(name) + DTYPES.index(dtype)) % 3 == ("mean", "sum", "none").index(reduction)
             if (dtype == torch.float32 or turn) and not (name == "normalizer" and reduction == "none"):
                 yield pytest.param(name, reduction, dtype, id=f"{name}-{reduction}-{dtype}")
@@ -140,7 +143,7 @@ def test_loss_and_gradients_are_no_worse_than_plain_torch(device, name, reductio
     plain = run_policy(plain_policy_loss, call, cotangent, **options)
     ours = run_policy(flce_ops.linear_policy_loss, call, cotangent, **options)
     assert ours["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    # of half operands a few tokens of large ratios make the error: beyond half a unit in 3 of 60 draws
+    # with half operands a few tokens of large ratios dominate the error: 3 of 60 draws exceeded half a unit
     slack = {torch.float64: 64, torch.float32: 6, torch.bfloat16: 1, torch.float16: 1}
     for key, found in ours.items():
         ours_error, plain_error = error(found, exact[key]), error(plain[key], exact[key])
@@ -211,7 +214,7 @@ def test_a_normalizer_of_0_leaves_clipped_tokens_their_gradient_of_0(device, obj
 
 
 def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
-    """As on a GPU in ATen. Their stand-in, class 0, may have log-probability -inf."""
+    """This is the case on a GPU in ATen. The log-probability of their stand-in, class 0, may be -inf."""
     call = make_policy(RAGGED, dtype=torch.float64, bias=True)
     call["linear_bias"][0] = -math.inf
     call["target"][call["target"] == 0] = 1
@@ -260,7 +263,7 @@ def sequences():
     return call, mask
 
 
-# name: (token_weight, normalizer, the plain sum of the token losses l under the mask m)
+# name: (token_weight, normalizer, the plain formula for the token losses l with the mask m)
 LENGTHS = {
     "GRPO": (lambda m: m / m.sum(-1, keepdim=True), lambda m: B, lambda l, m: ((l * m).sum(-1) / m.sum(-1)).mean()),  # noqa: E741
     "Dr. GRPO": (lambda m: None, lambda m: B * MOST, lambda l, m: (l * m).sum() / (B * MOST)),  # noqa: E741

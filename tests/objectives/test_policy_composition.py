@@ -1,4 +1,4 @@
-"""linear_policy_loss: which path runs and its cost; derivatives, torch.func, compile, autocast, opcheck, export."""
+"""linear_policy_loss: its path and cost, derivatives, torch.func, compile, autocast, opcheck, export."""
 
 # N tokens, D hidden, V vocabulary; B sequences of T tokens
 
@@ -88,12 +88,12 @@ def test_compiled_in_one_graph_for_any_numbers(device):
         found = run_policy(step, call, clip_high=clip_high, beta=beta)
         for name, result in found.items():
             torch.testing.assert_close(result, expected[name])
-    assert counter.frame_count <= 2  # numbers that changed are inputs of the second
+    assert counter.frame_count <= 2  # the second graph takes the changed numbers as inputs
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_dynamic_compilation_knows_whether_there_is_a_kl_term(device, beta):
-    """dynamic=True makes variables of numbers, defaults too."""
+    """dynamic=True makes numbers symbolic, default values included."""
     call = make_policy(RAGGED, device=device) | {"ref_log_probs": None}
     step = torch.compile(flce_ops.linear_policy_loss, fullgraph=True, dynamic=True, backend="eager")
     if beta:
@@ -126,7 +126,8 @@ def test_autocast_is_that_of_the_plain_formula(device, half):
 @pytest.mark.parametrize("options", [{}, {"objective": "cispo", "beta": 0.1, "softcap": 5.0}], ids=["plain", "options"])
 def test_opcheck(device, options):
     call = make_policy((12, 11, 31), device=device, bias=bool(options), token_weight=bool(options))
-    # a positive loss: opcheck's grad_output is its sign, by which the gradients among the results are multiplied
+    # The loss must be positive: opcheck's grad_output is the sign of a result, and it multiplies the gradients among
+    # the results.
     call["advantages"] = -call["advantages"].abs()
     leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
     names = ("input", "linear_weight", "target", "advantages", "old_log_probs", "ref_log_probs", "linear_bias")

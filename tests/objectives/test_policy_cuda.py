@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SHAPE = (700, 256, 5003)
-SMALL = 3 << 20  # of such operands: an overlay chunk, and a recomputing step
+SMALL = 3 << 20  # with such operands, this gives an overlay chunk, or a recomputing step
 CASES = {
     **{name: ({}, options | kl) for (name, options), kl in zip(OBJECTIVES.items(), KL * 2)},
     "on policy": ({"on_policy": True, "bias": True}, {"beta": 0.04}),
@@ -35,7 +35,7 @@ def call_of(made, shape=SHAPE):
 @pytest.mark.parametrize("workspace", [512 << 20, SMALL])
 @pytest.mark.parametrize("name", CASES)
 def test_triton_is_no_worse_than_plain_torch_and_gives_the_same_bits_again(name, workspace, poisoned_memory):
-    """Calls after the second repeat its launches."""
+    """From the third call on, the launches of the second are repeated."""
     made, options = CASES[name]
     call = call_of(made)
     exact = run_policy(plain_policy_loss, call, dtype=torch.float64, **options)
@@ -49,7 +49,7 @@ def test_triton_is_no_worse_than_plain_torch_and_gives_the_same_bits_again(name,
         unit = 0.5 * 2.0**-8 * (cancellation(call, **options) if key == "loss" else 1.0)
         assert error(found, exact[key]) <= 1.25 * error(plain[key], exact[key]) + unit, key
         assert all(torch.equal(found, other[key]) for other in others), key
-    # float32 products of the operands as they are: log-probabilities are not those of rounded logits
+    # float32 products of the unrounded operands: log-probabilities do not come from rounded logits
     assert error(first["log_probs"], exact["log_probs"]) < 1e-5
 
 
@@ -75,7 +75,8 @@ def test_a_cuda_graph_and_no_host_synchronisation():
 
     def step():
         found = flce_ops.linear_policy_loss(**leaves, beta=0.1, normalizer=37.5)
-        # detached: a graph that outlives its step keeps the leaves' nodes, which know the stream they were made on
+        # detached, because a graph that outlives its step keeps the leaves' nodes, which belong to the stream they were
+        # made on
         return found.loss.detach(), found.log_probs, *torch.autograd.grad(found.loss, wanted)
 
     expected = step()

@@ -1,14 +1,14 @@
-"""Every option beside every source, objective, sink and layout gives the dense formula's result or is refused by name.
+"""Every option with every source, objective, sink and layout gives the dense formula's result, or is refused by name.
 
 source       a head; a head with a low-rank pair, frozen or trained; given logits
 objective    one class, K classes, class probabilities, log-probabilities, policies, divergences
 sink         gradients made in forward, or in backward (reduction="none"); main_grad; over the logits; sparse
 layout       one process; tokens sharded; vocabulary sharded
 
-Options and the values to try come from the signatures, shapes of tensors from the comments beside them. So a new option
-is walked without a line here: it must change the result or be refused. Until dense() knows the option, the gradients
-must be the differences of the loss. Float64 and ATen: tests/kernels/test_triton_*.py have the kernels, others the other
-dtypes.
+The test takes options, and values to try, from the signatures, and the shapes of tensors from the comments beside them.
+So a new option is tested without a line here: it must change the result or be refused. Until dense() knows the option,
+the gradients are compared with differences of the loss. The cases run in float64 in ATen.
+tests/kernels/test_triton_*.py test the kernels, other files the other dtypes.
 """
 
 # N tokens, K classes, D and E hidden, V vocabulary, r rank of the pair
@@ -42,9 +42,9 @@ SIZES = {"...": (2, 5), "K": (3,), "D": (5,), "E": (6,), "V": (11,), "r": (2,), 
 SOURCES = inspect.getsource(schemas) + "".join(map(inspect.getsource, FUNCTIONS.values()))
 FUNCTIONS["linear_cross_entropy_low_rank"] = PAIR
 SHAPES = dict(re.findall(r"^    (\w+): [^#\n]*Tensor[^#\n]*# \(([^)]*?),?\)", SOURCES, re.MULTILINE))
-SHAPES |= {"topk": "..., K", "probabilities": "..., V"}  # other targets
+SHAPES |= {"topk": "..., K", "probabilities": "..., V"}  # shapes of other targets
 
-# By function, objectives: names of the tensors of a call, and its other arguments.
+# For each function and objective: the names of a call's tensors, and its other arguments.
 HEAD, TEACHER = ("input", "linear_weight"), ("teacher_input", "teacher_weight")
 TARGETS = {"one class": ("target",), "K classes": ("topk", "target_weight"), "probabilities": ("probabilities",)}
 CELLS = {
@@ -65,7 +65,8 @@ CELLS = {
         for teacher in (TEACHER, ("teacher_probs",))
     },
 }
-SPARSE = {"gradient_threshold": 1e-30, "gradient_seed": torch.tensor(7)}  # no entry is below: exact
+# no entry is below the threshold, so the gradient is exact
+SPARSE = {"gradient_threshold": 1e-30, "gradient_seed": torch.tensor(7)}
 SINKS = {
     "made in forward": {},
     "made in backward": {"reduction": "none"},
@@ -91,7 +92,7 @@ REFUSED = {
 }
 LEAVES = {"input", "linear_weight", "low_rank_input", "low_rank_weight", "logits"}
 
-# An option that acts on another's term is tried beside it.
+# An option that only changes another option's term is tried together with that option.
 LARGE = {"gradient_threshold": 0.1, "gradient_seed": torch.tensor(5)}
 BESIDE = {
     **dict.fromkeys(("gradient_mode", "gradient_seed", "gradient_sparse", "gradient_class_order"), LARGE),
@@ -100,21 +101,21 @@ BESIDE = {
     "kl_estimator": {"beta": 0.3, "ref_log_probs": ...},
     "beta": {"ref_log_probs": ...},
 }
-# No term of the formula: what is returned, and where gradients go.
+# These options are no term of the formula: they change what is returned, or where gradients go.
 NO_TERM = {"return_metrics", "entropy", "argmax", "tail", "main_grad", "inplace_backward", "options"}
 NO_TERM |= {"gradient_class_order", *SparseGradient._fields}
-# What does nothing, as its documentation says: (option, a word of the cell or of the sink).
+# Combinations that have no effect, as documented: (option, a word of the cell or of the sink).
 INERT = {
-    ("options", ""),  # torch's chunk sizes
+    ("options", ""),  # chunk sizes for torch's own function
     ("inplace_backward", "made in backward"),
     ("inplace_backward", "sharded"),
-    ("beta", "forward divergence"),  # the mixture of "jsd"
+    ("beta", "forward divergence"),  # only "jsd" has a mixture
     ("beta", "reverse divergence"),
     ("beta", "tv divergence"),
     ("beta", "nla divergence"),
     ("gradient_class_order", "drop"),
     ("gradient_class_order", "tiles"),
-    ("gradient_sparse", "tiles"),  # one tile holds all classes, and a target
+    ("gradient_sparse", "tiles"),  # one tile holds all classes, and so a target
 }
 
 
@@ -123,12 +124,14 @@ def made(call: dict) -> dict:
 
 
 def tensor_of(name: str) -> Tensor:
-    """float64; targets, permutations and distributions are such, class and token weights positive."""
+    """float64. Targets, permutations and distributions are valid; class and token weights are positive."""
     shape = sum((SIZES[size.strip()] for size in SHAPES.get(name, "").split(",")), ())
     if name in ("target", "topk"):
         target = torch.randint(SIZES["V"][0], shape)
         target[:, 1], target[:, 2], target[1, 3] = -100, 1, 7
         return target
+    if name == "support":  # of which with_target makes one that holds the target
+        return torch.stack([torch.randperm(SIZES["V"][0])[:4] for _ in range(10)]).view(2, 5, 4)
     if name == "gradient_class_order":
         return torch.randperm(*shape)
     if name == "gradient_seed":
@@ -138,7 +141,7 @@ def tensor_of(name: str) -> Tensor:
         return made.softmax(-1)
     if name in ("linear_weight", "low_rank_weight"):
         return made / 2
-    if name == "old_log_probs":  # ratios beyond each bound for either sign of advantage
+    if name == "old_log_probs":  # ratios beyond each bound, for advantages of either sign
         return torch.tensor([-9.0, -9.0, -9.0, 0.0, 0.0]) + 0.1 * made
     if name == "advantages":
         return torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0]) * (made.abs() + 0.2)
@@ -147,8 +150,27 @@ def tensor_of(name: str) -> Tensor:
     return made if name in LEAVES else made.abs() + 0.2
 
 
+def with_target(support: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """The target first, and a token without ids; as it is for several targets a token, which are refused."""
+    ids = (support if isinstance(support, Tensor) else support[0]).view(2, 5, 4).clone()
+    if target.shape == ids.shape[:-1]:
+        ids[..., 0] = target.where(target >= 0, 3)
+    if isinstance(support, tuple):
+        return torch.cat([ids.flatten()[:8], ids.flatten()[12:]]), support[1] - 4 * (support[1] > 8)
+    ids[0, 3], ids[1, 4, 3] = -1, -1
+    return ids
+
+
+def allowed_classes(support: Tensor | tuple[Tensor, Tensor], classes: int) -> Tensor:  # (2, 5, V) bool
+    if isinstance(support, tuple):
+        rows = [torch.tensor(row) for row in (support[0][a:b].tolist() for a, b in support[1].unfold(0, 2, 1))]
+        support = torch.nn.utils.rnn.pad_sequence([row.long() for row in rows], True, -1).view(2, 5, -1)
+    found = (support[..., None] == torch.arange(classes)).any(-2)
+    return found | ~found.any(-1, keepdim=True)
+
+
 def parameters(function) -> dict[str, tuple[object, object]]:
-    """{name: (default, annotation)}; of the operator by the public function's annotations, a number for a Scalar."""
+    """{name: (default, annotation)}. An operator gets the public function's annotations, with a number for a Scalar."""
     if function is not PAIR:
         return {name: (p.default, p.annotation) for name, p in inspect.signature(function).parameters.items()}
     known = parameters(flce_ops.linear_cross_entropy)
@@ -158,7 +180,7 @@ def parameters(function) -> dict[str, tuple[object, object]]:
 
 
 def values(name: str, default: object, annotation: object) -> list:
-    """Other ones than the default, of each type that the option may have."""
+    """Values other than the default, for each type that the option may have."""
     if name == "options":
         return [torch.nn.LinearCrossEntropyOptions()] if hasattr(torch.nn, "LinearCrossEntropyOptions") else []
     found: list = []
@@ -173,13 +195,15 @@ def values(name: str, default: object, annotation: object) -> list:
             found += [tensor_of(name), tensor_of(name)]
             if found[-1].is_floating_point():
                 found[-1].requires_grad_()
+        elif get_origin(part) is tuple:  # ids and offsets
+            found.append((tensor_of(name).flatten(), torch.arange(11) * 4))
         elif part is not types.NoneType:  # return_metrics' names
             found += [[metric] for metric in metrics.NAMES]
     return found
 
 
 def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
-    """Results of all (..., V) logits, and which arguments were not read."""
+    """Returns results computed from all (..., V) logits, and the arguments that were not read."""
     left = dict(call)
     take = left.pop
     reduction, ignore_index = take("reduction", "mean"), take("ignore_index", -100)
@@ -195,6 +219,10 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
             weight = torch.cat([weight, take("low_rank_weight")], -1)
             weight = weight * take("class_scale", torch.ones(1))[:, None]
         z = dense_logits(input, weight, bias, logit_scale=scale, **logit_options)[..., :vocab]
+    support, allowed = take("support", None), torch.ones_like(z, dtype=torch.bool)
+    if support is not None:
+        allowed = allowed_classes(support, z.shape[-1])
+        z = z.masked_fill(~allowed, -torch.inf)
     lse, log_q, (V,) = z.logsumexp(-1), z.log_softmax(-1), z.shape[-1:]
     target = take("target", None)
     target = torch.zeros(z.shape[:-1], dtype=torch.int64) if target is None else target
@@ -206,10 +234,10 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
     if not target.is_floating_point():
         topk = target if several else target[..., None]
         counted = topk != ignore_index
-        index, valid = topk.where(counted, 0).clamp(max=V - 1), counted.any(-1)  # a divergence reads no class
+        index, valid = topk.where(counted, 0).clamp(max=V - 1), counted.any(-1)  # a divergence does not read the class
         of_target = counted * take("target_weight", torch.ones(1).double())
         q, count = torch.zeros_like(z).scatter_add(-1, index, of_target), valid.sum()
-        log_probs = counted * log_q.gather(-1, index)
+        log_probs = log_q.gather(-1, index).where(counted, 0.0)
         named = torch.zeros_like(z).scatter_add(-1, index, counted.double()) > 0
         tail = log_q.masked_fill(named, -torch.inf).logsumexp(-1)
     penalty = take("z_loss", 0.0) * lse.square()
@@ -241,8 +269,12 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         right = valid & (top == index[..., 0])
         found |= {"argmax": top.where(valid, -1), "is_top1": right, "token_accuracy": right.sum() / valid.sum()}
     p = log_q.exp()
-    of_rows = {"lse": lse, "entropy": -(p * log_q).sum(-1), "log_sum_sq_probs": p.square().sum(-1).log()}
-    of_rows |= {"mean_logit": z.mean(-1), "z_loss": penalty}
+    of_rows = {
+        "lse": lse,
+        "entropy": -(p * log_q.masked_fill(~allowed, 0.0)).sum(-1),
+        "log_sum_sq_probs": p.square().sum(-1).log(),
+    }
+    of_rows |= {"mean_logit": z.masked_fill(~allowed, 0.0).sum(-1) / allowed.sum(-1), "z_loss": penalty}
     return found | {name: row.where(valid, 0.0) for name, row in of_rows.items()}, set(left)
 
 
@@ -255,7 +287,7 @@ def results_of(found: object) -> dict[str, Tensor]:
 
 
 def scalar_of(results: dict[str, Tensor], names: list[str]) -> Tensor:
-    """Each entry by a factor of its own."""
+    """Weights each entry with a different factor."""
     total = torch.zeros(())
     for place, name in enumerate(names, 1):
         part = full(results[name]).double()
@@ -264,11 +296,11 @@ def scalar_of(results: dict[str, Tensor], names: list[str]) -> Tensor:
 
 
 def run(function, call: dict, place) -> tuple[dict[str, Tensor | None], list[str]]:
-    """Results, gradients, what became of main_grad and of the logits; the names of results that have a gradient."""
+    """Returns results, gradients, the final main_grad and logits; and the names of the results that have a gradient."""
     before = {name: value.detach().clone() for name, value in call.items() if isinstance(value, Tensor)}
     placed = {name: place(name, before[name].clone()) if name in before else value for name, value in call.items()}
     leaves = {name: placed[name].requires_grad_() for name in before if call[name].requires_grad}
-    logits = {"logits": placed["logits"] * 1.0} if "logits" in call else {}  # no leaf
+    logits = {"logits": placed["logits"] * 1.0} if "logits" in call else {}  # the logits are not a leaf
     results = results_of(function(**placed | logits))
     learnt = [name for name, result in results.items() if result.requires_grad]
     scalar_of(results, learnt).backward()
@@ -283,7 +315,7 @@ def run(function, call: dict, place) -> tuple[dict[str, Tensor | None], list[str
 
 
 def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
-    """What was found, right in all that dense() knows; None where the call is refused by name."""
+    """Returns the results, after comparing what dense() knows; None if the call is refused by name."""
     try:
         found, learnt = run(function, call, place)
     except (NotImplementedError, ValueError, TypeError) as refused:
@@ -309,7 +341,7 @@ def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
 
 
 def check_differences(function, call: dict, place, found, learnt: list[str], step: float = 1e-6) -> None:
-    """Gradients, along one direction, by the difference of the loss at two points."""
+    """Compares the gradients, along one direction, with the difference of the loss at two points."""
     grads = {name: found[f"d {name}"] for name in call if found.get(f"d {name}") is not None}
     direction = {name: torch.randn_like(grad) for name, grad in grads.items()}
 
@@ -329,7 +361,7 @@ def changed(found: dict, without: dict) -> bool:
 
 
 def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
-    """(objective, sink) that are refused, and options that some cell accepts."""
+    """Returns the pairs (objective, sink) that are refused, and the options that some cell accepts."""
     function, options = FUNCTIONS[name], parameters(FUNCTIONS[name])
     refused, accepted, silent = set(), set(), []
     for (objective, (tensors, others)), sink in itertools.product(CELLS[name].items(), sinks):
@@ -348,10 +380,11 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
                 continue
             beside = {name: value for name, value in BESIDE.get(option, {}).items() if name in options}
             start = base | made(beside)
-            if option == "ignore_index" and "target" in start:  # which has no -100 then
+            if option == "ignore_index" and "target" in start:  # then the target has no -100
                 start["target"] = start["target"].clamp(min=0)
             without = check(function, start, place) if beside or option == "ignore_index" else usual
             for value in values(option, default, annotation):
+                value = with_target(value, start["target"]) if option == "support" else value
                 found = check(function, start | {option: value}, place)
                 accepted |= {option} if found is not None else set()
                 inert = any(option == known and word in f"{objective}, {sink}, {layout}" for known, word in INERT)

@@ -1,4 +1,4 @@
-"""The tests' own yardstick: the loss from its definition equals F.cross_entropy(F.linear(...)) in float64."""
+"""The tests' reference: the loss by its definition equals F.cross_entropy(F.linear(...)) in float64."""
 
 import pytest
 import torch

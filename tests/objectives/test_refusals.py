@@ -1,4 +1,4 @@
-"""Each row of flce_ops/entry/refusals.py is raised by name for a call that has its features."""
+"""Each row of flce_ops/entry/refusals.py raises its error for a call that has its features."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import flce_ops
 from flce_ops.entry.refusals import FEATURES, REFUSED
 
-# those of several processes are tested there: test_kl_div_distributed.py, test_sparse_distributed.py and others
+# rows for several processes are tested in test_kl_div_distributed.py, test_sparse_distributed.py and others
 ROWS = [(feature, *others) for feature, rows in REFUSED.items() for others in rows]
 OF_RANKS = {"DTensors", "sharded vocabulary", "recomputing shards", "recomputing always"}
 HERE = [row for row in ROWS if not OF_RANKS & set(row)]
@@ -30,6 +30,7 @@ def arguments(features: tuple[str, ...]) -> dict:
         "argmax": {"return_metrics": True},
         "metrics": {"return_metrics": ["lse"]},
         "z_loss": {"z_loss": 1e-3},
+        "support": {"support": torch.arange(N)[:, None] % V},
     }
     for feature in features:
         call |= changes.get(feature, {})
@@ -42,11 +43,14 @@ def test_a_combination_that_nobody_wrote_is_refused(row):
     call = arguments(row)
     feature, *others = row
     expected = REFUSED[feature][tuple(others)].format(linear_weight=tuple(call["linear_weight"].shape))
-    input = call.pop("input")
+    input, function = call.pop("input"), flce_ops.linear_cross_entropy
+    if "support" in row:
+        function = flce_ops.linear_log_probs
+        call.pop("target_weight", None)
 
     def loss(input):
-        return flce_ops.linear_cross_entropy(input, **call)
+        return function(input, **call)
 
     with pytest.raises(NotImplementedError) as refused:
         torch.func.grad(loss)(input) if "torch.func" in row else loss(input)
-    assert str(refused.value) == f"linear_cross_entropy: {expected}"
+    assert str(refused.value) == f"{function.__name__}: {expected}"

@@ -1,6 +1,7 @@
-"""A row objective is a file: its operators, their schemas, checks, derivatives and kernels follow from it.
+"""A row objective is one file: its operators, schemas, checks, derivatives and kernels are derived from it.
 
-The package is copied with one objective more, alpha-loss (Sypherd et al., 2022), and the signature of its function.
+The test adds one objective, alpha-loss (Sypherd et al., 2022), and the signature of its function to a copy of the
+package.
 """
 
 # N tokens, D hidden, V vocabulary

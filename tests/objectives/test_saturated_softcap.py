@@ -1,4 +1,4 @@
-"""Softcaps far below the logits, where 1 - tanh^2 has no digits, or far above, where 1 - 2 / (1 + e^2y) has none."""
+"""Softcaps far below the logits, where 1 - tanh^2 has no digits, and far above, where 1 - 2 / (1 + e^2y) has none."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -15,14 +15,14 @@ from flce_ops.aten.logits import cap_with_slope
 
 N, D, V = 13, 31, 57
 DRAWS = 40
-# the cap, and the logits' standard deviation before it: up to eight caps
+# the cap, and the standard deviation of the logits before it, up to eight caps
 CAPS = [(1.0, 8.0), (5.0, 10.0), (5.0, 40.0), (30.0, 100.0), (50.0, 400.0)]
-# What plain torch has where nothing cancels: the rounding of logits of hundreds, times 2.
+# Plain torch's error if nothing cancels: the rounding of logits of hundreds, times 2.
 FLOOR = 4e-7
 
 
 def draw(size):
-    """input, linear_weight, target."""
+    """Returns input, linear_weight, target."""
     return torch.randn(N, D), torch.randn(V, D) * size / D**0.5, torch.randint(V, (N,))
 
 
@@ -32,7 +32,7 @@ def gradients(loss_of, input, linear_weight, dtype=torch.float32):
 
 
 def assert_worst_draw_is_no_worse(draws, exact_of, plain_of, ours_of, floor=FLOOR):
-    """Of each gradient the largest error over the draws, against plain torch's largest."""
+    """For each gradient the largest error over the draws is compared with plain torch's largest."""
     worst = {"plain": [0.0, 0.0], "ours": [0.0, 0.0]}
     for arguments in draws:
         exact = exact_of(arguments)
@@ -143,13 +143,13 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel, s
         _, lse, *_ = aten.forward(*operands, softcap=options["softcap"])
         return launchers.launch_backward(-row_scale, row_scale, None, *operands, lse, **options)[:2]
 
-    draws = [draw(size) for _ in range(12)]  # few, so plain torch's worst is a matter of luck
+    draws = [draw(size) for _ in range(12)]  # few draws, so plain torch's worst error depends on luck
     assert_worst_draw_is_no_worse(draws, of(reference_loss, torch.float64), of(plain_loss), ours, floor=1.5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_slope_keeps_its_digits_until_it_underflows(dtype):
-    """For float64 too, whose judge is numpy's long double; the ratio's own rounding costs 2 ratio units."""
+    """Also in float64, compared with NumPy's long double. The rounding of the ratio itself costs 2 ratio units."""
     ratio = torch.linspace(-30, 30, 1001, dtype=dtype)
     _, slope = cap_with_slope(ratio.clone(), torch.ones((), dtype=dtype))
     exact = 1 / np.cosh(ratio.numpy().astype(np.longdouble)) ** 2

@@ -1,4 +1,4 @@
-"""Log-probabilities of several classes a token, and of all others together."""
+"""Log-probabilities of several classes for each token, and of all other classes together (the tail)."""
 
 # N tokens, K classes of each, D hidden, V vocabulary
 
@@ -12,7 +12,7 @@ import flce_ops
 
 
 def rows_of(input, linear_weight, target, linear_bias, **options):
-    """The dense formula: log_probs, lse, the tail's log p."""
+    """The dense formula: log_probs, lse, and the tail's log-probability."""
     counts = target != -100
     valid = counts.any(-1)
     z = dense_logits(torch.where(valid[..., None], input, 0.0), linear_weight, linear_bias, **options)
@@ -40,7 +40,7 @@ def run_rows(function, call, dtype=None, **options):
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "temperature": 0.7}], ids=["plain", "softcap"])
 def test_log_probs_of_several_classes_and_of_their_tail(device, options, dtype, poisoned_memory):
     call = make_call(device, dtype, (252, 64, 509), 5)
-    call["linear_bias"].zero_()  # so that plain torch rounds the same half logits
+    call["linear_bias"].zero_()  # without a bias plain torch rounds the same half logits
     exact = run_rows(rows_of, call, torch.float64, **options)
     found, plain = run_rows(log_probs, call, **options), run_rows(rows_of, call, **options)
     slack = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 0.0)
@@ -49,7 +49,7 @@ def test_log_probs_of_several_classes_and_of_their_tail(device, options, dtype, 
 
 
 def test_a_tail_of_almost_nothing_and_of_almost_everything(device):
-    """In float32 down to masses of 1e-6; never below eps, and there without a gradient."""
+    """In float32, for masses down to 1e-6. The tail's probability is never below eps, and has no gradient there."""
     for largest in (0.0, 6.0, 12.0, 40.0):
         bias = torch.zeros(V, device=device)
         bias[:4] = largest
@@ -63,7 +63,7 @@ def test_a_tail_of_almost_nothing_and_of_almost_everything(device):
                 error(found.tail_log_prob, torch.tensor([torch.finfo(torch.float32).eps], device=device).log()) < 1e-6
             )
         else:
-            assert (found.tail_log_prob.exp().double() - exact.exp()).abs() < 5e-7  # 2.5e-7 seen
+            assert (found.tail_log_prob.exp().double() - exact.exp()).abs() < 5e-7  # 2.5e-7 was seen
         (grad,) = torch.autograd.grad(found.tail_log_prob.sum(), bias)
         assert grad.isfinite().all() and (largest < 40.0 or not grad.any())
     everything = torch.arange(V, device=device).unsqueeze(0)

@@ -32,14 +32,16 @@ LEAVES = ("input", "linear_weight", "linear_bias")
 
 
 def make_call(device="cpu", dtype=torch.float64, shape=(N, D, V), topk=K, **options):
-    """Tokens without a class, with some, one class twice and thrice; weights of 0 and, where no class is, nan."""
+    """Some tokens have no class, in some a class occurs two or three times. Weights include 0, and nan in places
+    without a class.
+    """
     inputs = make_inputs(shape, device=device, dtype=torch.float64, bias=True, weight=True, requires_grad=False)
     tokens, classes = shape[0], shape[2]
     target = torch.randint(classes, (tokens, topk), device=device)
     target_weight = torch.rand(tokens, topk, device=device, dtype=torch.float64)
     target[:, topk // 2] = target[:, 0]
     target[::3, -1] = target[::3, 0]
-    target_weight[1::4] *= 0.01  # sums that are not 1
+    target_weight[1::4] *= 0.01  # sums other than 1
     target_weight[2::5, 0] = 0.0
     target_weight[3] = 0.0
     target[torch.rand(tokens, topk, device=device) < 0.2] = -100
@@ -55,7 +57,7 @@ def make_call(device="cpu", dtype=torch.float64, shape=(N, D, V), topk=K, **opti
 
 
 def dense(*, input, linear_weight, linear_bias=None, target, target_weight, **options):
-    """F.cross_entropy of the float32 logits and a matrix of probabilities, and what torch's function has not."""
+    """F.cross_entropy of float32 logits and a matrix of probabilities, plus the terms that torch's function lacks."""
     scores = {name: options.pop(name) for name in ("softcap", "logit_scale", "temperature") if name in options}
     reduction, z_loss, token_weight = (options.pop(name, None) for name in ("reduction", "z_loss", "token_weight"))
     counts = target != options.pop("ignore_index", -100)
@@ -83,7 +85,7 @@ def ours(**call):
 
 
 def leaves_of(call, dtype=None):
-    """The call with fresh leaves, in another floating dtype if one is given, and these."""
+    """The call and its fresh leaves, in another floating dtype if one is given."""
     call = {
         name: t.detach().to(dtype if dtype is not None and t.is_floating_point() else t.dtype, copy=True)
         if isinstance(t, torch.Tensor)
@@ -123,7 +125,7 @@ def test_value_first_and_second_derivatives(device, name, reduction, poisoned_me
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "smoothing"])
 def test_errors_of_other_dtypes_are_no_larger_than_plain_torchs(device, name, dtype):
-    """Root mean square over reductions and K, of the value and of each gradient."""
+    """The root mean square over reductions and K, for the value and for each gradient."""
     squares = torch.zeros(2, 4)
     for reduction in REDUCTIONS:
         for topk in (1, 3, 64):
@@ -131,13 +133,14 @@ def test_errors_of_other_dtypes_are_no_larger_than_plain_torchs(device, name, dt
             exact = run(dense, call, torch.float64)
             for row, function in zip(squares, (ours, dense)):
                 row += torch.tensor([error(*pair) ** 2 for pair in zip(run(function, call), exact)])
-    # Values of 1e-4 (half) and 2e-8 are luck: 1.85 seen. float32's gradients: 1.17 and, of 509 numbers, 1.23.
+    # Values of 1e-4 (half) and 2e-8 depend on luck: 1.85 was seen. For float32's gradients 1.17 was seen, and 1.23 for
+    # one of 509 numbers.
     room = torch.tensor([2.0, 1.2, 1.3, 1.4])
     assert (squares[0] < room * squares[1]).all(), squares.sqrt()
 
 
 def test_one_target_of_weight_one_is_a_class_index(device):
-    """Under class weights too, but for the mean, which divides by tokens."""
+    """Also with class weights, except for the mean, which divides by the number of tokens."""
     inputs = make_inputs((N, D, V), device=device, dtype=torch.float64, weight=True)
     target = inputs.target.unsqueeze(1)
     for options in ({}, {"weight": inputs.weight, "reduction": "sum", "label_smoothing": 0.1}):
@@ -193,7 +196,7 @@ def test_no_token_and_no_token_that_counts(device):
 
 
 def test_recomputing_paths(device):
-    """float16's is in the error table, "none" above."""
+    """float16 is in the error table, reduction="none" in the test above."""
     call = make_call(device)
     exact = run(ours, call)
     found = run(lambda **call: checkpoint(ours, **call, use_reentrant=False), call)
@@ -280,7 +283,7 @@ def test_dtensors(world):
 
 def sharded_soft_targets(device):
     mesh = mesh_of(device, dist.get_world_size())
-    torch.manual_seed(0)  # the same calls in every process
+    torch.manual_seed(0)  # every process makes the same calls
     for tokens, rows in ((Shard(0), Replicate()), (Replicate(), Shard(0))):
         for reduction in ("mean", "none"):
             call = make_call(device, token_weight=True, label_smoothing=0.1, weight=True, reduction=reduction)

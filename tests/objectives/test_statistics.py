@@ -1,4 +1,4 @@
-"""return_metrics by name: by-products of the rows of logits, beside the same loss and gradients."""
+"""return_metrics by name: by-products of the rows of logits; loss and gradients stay the same."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -15,9 +15,9 @@ from flce_ops.entry.metrics import NAMES, OF_LOG_PROBS
 
 flce = torch.ops.flce
 OF_ROWS = ("lse", "entropy", "log_sum_sq_probs", "mean_logit")
-DTYPES = [torch.float64, torch.bfloat16]  # float32 in the tests of large logits and of several chunks
+DTYPES = [torch.float64, torch.bfloat16]  # float32 is in the tests of large logits and of several chunks
 LOGITS = ("softcap", "logit_scale", "temperature")
-# name: (what make_inputs adds, options of the loss)
+# name: (arguments of make_inputs, options of the loss)
 ARGUMENTS = {
     "plain": ({}, {}),
     "scaled": ({"bias": True}, {"logit_scale": 0.7, "temperature": 0.5, "z_loss": 0.01}),
@@ -29,7 +29,7 @@ ARGUMENTS = {
 
 
 def dense(inputs, **options):
-    """In float32 at least, of logits in the operands' dtype; 0 where ignored."""
+    """In float32 or float64, from logits in the operands' dtype; 0 for ignored tokens."""
     z = dense_logits(*inputs.args[:2], inputs.linear_bias, **{k: v for k, v in options.items() if k in LOGITS}).detach()
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     log_p = z.log_softmax(-1)
@@ -55,9 +55,10 @@ def assert_no_worse_than_dense(found, inputs, **options):
         eps = torch.finfo(found[name].dtype).eps
         assert found[name].shape == inputs.target.shape and not found[name].requires_grad
         assert not found[name][inputs.target == inputs.ignore_index].any(), name
-        largest = exact["lse"].abs().max().clamp(min=1.0)  # an entropy is a difference of numbers of this size
+        largest = exact["lse"].abs().max().clamp(min=1.0)  # an entropy is a difference of two numbers of this size
         worst = (plain[name] - exact[name]).abs().max()
-        # maxima of few numbers: 2.03 of plain's seen; in float64 the plain formula is the exact one: 4.6 eps seen
+        # maxima of a few numbers: 2.03 of plain torch's was seen; in float64 the plain formula is the exact one: 4.6
+        # eps was seen
         assert (found[name] - exact[name]).abs().max() <= 3 * worst + 8 * eps * largest, name
 
 
@@ -70,7 +71,7 @@ def test_statistics_are_the_dense_ones_and_the_loss_is_what_it_was(device, name,
     cotangent = torch.randn(RAGGED[0], device=device) if reduction == "none" else None
     expected = run(flce_ops.linear_cross_entropy, inputs, cotangent, reduction=reduction, **options)
     found = run(ours, inputs, cotangent, reduction=reduction, **options)
-    for key in expected:  # the rows are cut otherwise where a block holds one matrix more
+    for key in expected:  # with one more matrix, a block holds fewer rows
         assert error(found[key], expected[key]) <= 4 * torch.finfo(dtype).eps, key
     assert tuple(ours.last) == NAMES
     assert_no_worse_than_dense(ours.last, inputs, **options)
@@ -98,7 +99,7 @@ def test_each_alone_is_what_it_is_with_the_others(device, name):
 @pytest.mark.parametrize("far", [0.0, 60.0, 1000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_far_above_the_targets(device, dtype, far):
-    """Squares of exponentials against a row's reference reach twice as far as the exponentials."""
+    """Squares of exponentials relative to a row's reference overflow at half the distance."""
     inputs = make_inputs((40, 16, 300), device=device, dtype=dtype, bias=True)
     inputs.target[inputs.target != -100] = 7
     inputs.linear_bias.data[200:203] += far

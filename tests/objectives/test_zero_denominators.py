@@ -1,7 +1,8 @@
-"""Sums divided by 0, inf and nan, or of nothing: nan, infinities and zeros where plain torch has them.
+"""Sums divided by 0, inf and nan, or over nothing, give nan, infinities and zeros where plain torch does.
 
-Plain torch is F.cross_entropy where it has the arguments, else losses.sum() / normalizer of losses that are 0 where
-ignored. A row's softmax subtracts the sum of its gradient, so over 0 the target's entry is inf - inf.
+Plain torch means F.cross_entropy if it has the arguments, otherwise losses.sum() / normalizer, with losses of 0 for
+ignored tokens. A row's softmax subtracts the sum of its gradient, so with a denominator of 0 the target's entry is inf
+- inf.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -23,7 +24,9 @@ NUMBERS = [0.0, -0.0, math.inf, math.nan]
 
 
 def make(tokens=N, ignored=(0, 4), weight=None, token_weight=None, normalizer=None, positive=False):
-    """Targets are among the first 26 classes. `positive` input keeps infinite sums over tokens from being nan."""
+    """Targets are among the first 26 classes. With `positive`, all input is positive, so that infinite sums over tokens
+    are not nan.
+    """
     input, target = torch.randn(tokens, D), torch.randint(V - 5, (tokens,))
     if tokens:
         target[slice(None) if ignored == "all" else list(ignored)] = -100
@@ -40,7 +43,7 @@ def make(tokens=N, ignored=(0, 4), weight=None, token_weight=None, normalizer=No
     )
 
 
-# name: (what `make` makes, options)
+# name: (arguments of `make`, options)
 CASES = {
     "no token": ({"tokens": 0}, {}),
     "all ignored": ({"ignored": "all"}, {}),
@@ -100,7 +103,7 @@ def run(function, inputs, **options):
 
 
 def kinds(tensor):
-    """2 for nan, 3 and -3 for infinities, 0 for 0, 1 for other numbers."""
+    """Codes: 2 for nan, 3 and -3 for infinities, 0 for 0, 1 for other numbers."""
     kind = torch.where(tensor == 0.0, 0.0, 1.0).masked_fill(tensor.isnan(), 2.0)
     return torch.where(tensor.isinf(), 3.0 * tensor.sign(), kind)
 
@@ -147,7 +150,7 @@ def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, 
     if kind in KINKED:
         q, p = log_q.exp(), log_p.exp()
         distance = 0.5 * (p - q).abs()
-        # min(p, q), with a slope by every entry
+        # min(p, q), written so that every entry has a slope
         rows = distance.sum(-1) if kind == "tv" else -(0.5 * (p + q) - distance).sum(-1).log()
     else:
         rows = sum(F.kl_div(b, a, log_target=True, reduction="none").sum(-1) / len(pairs) for b, a in pairs)
@@ -167,7 +170,7 @@ def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, 
     "case", [name for name, (made, options) in CASES.items() if not {"weight", "token_weight"} & {*made}]
 )
 def test_a_divergence_is_nan_infinite_and_zero_where_plain_torchs_is(case, kind, reduction, path):
-    """Its mean over no token is 0."""
+    """The mean over no token is 0."""
     inputs = make(**CASES[case][0])
     teacher = torch.randn(inputs.input.shape[0], D), torch.randn(V, D)
     options = {"kind": kind, "target": inputs.target, "normalizer": inputs.normalizer, "reduction": reduction}
@@ -196,7 +199,7 @@ GRADIENTS = ("input", "linear_weight", "linear_bias")
 
 
 def assert_kernels_make_the_same_kinds(kernels, gradients, *args, **options):
-    """`gradients`: where they stand among the results."""
+    """`gradients`: their places among the results."""
     found, expected = (kernel(*args, output_mask=[True, True, True], **options)[gradients] for kernel in kernels)
     assert_same_kinds(*(dict(zip(GRADIENTS, grads, strict=True)) for grads in (found, expected)))
 
@@ -206,7 +209,7 @@ def assert_kernels_make_the_same_kinds(kernels, gradients, *args, **options):
 @pytest.mark.parametrize("slope", [math.inf, -math.inf, math.nan])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on inf - inf
 def test_triton_one_pass_makes_of_an_infinite_slope_what_aten_makes(launchers, slope, weight, options):
-    """Positive input and one token that counts: sums over tokens stay infinite where they are."""
+    """Positive input and one valid token: infinite sums over tokens stay infinite."""
     inputs = make(tokens=2, ignored=(0,), weight=weight, positive=True)
     operands = [None if operand is None else operand.detach() for operand in (*inputs.args, inputs.weight)]
     row_scale = torch.where(inputs.target == -100, 0.0, slope)
@@ -226,7 +229,7 @@ def test_triton_recomputing_makes_of_an_infinite_slope_what_aten_makes(launchers
 
 
 def test_soft_targets_of_class_weight_0_over_a_normalizer_of_0_are_nan_on_both_paths():
-    """0 times inf, whether forward makes the gradient or, under a checkpoint, backward."""
+    """0 times inf is nan, whether forward makes the gradient or, with a checkpoint, backward."""
     inputs = make(normalizer=0.0)
     target = torch.tensor([[V - 1, V - 2]]).repeat(N, 1)
     target[0] = torch.tensor([2, 3])

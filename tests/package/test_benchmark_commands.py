@@ -1,4 +1,4 @@
-"""Commands beside `python -m benchmarks`, at toy size on a CPU: what they write, and the tables made of it."""
+"""The commands beside `python -m benchmarks`, at toy size on a CPU: what they write, and the tables made from it."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from benchmarks import (
     objective_errors,
     objectives,
     overhead,
+    support,
 )
 from benchmarks.tables import objective_errors as error_tables
 
@@ -76,7 +77,7 @@ def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_pa
 
 
 def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_path):
-    for compiled in ("torch_compile", "dora_compile"):  # seconds
+    for compiled in ("torch_compile", "dora_compile"):  # compiling takes seconds
         monkeypatch.delitem(lora.PROVIDERS, compiled)
     quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
     lora.main(["--shapes", "37x24x131", "--ranks", "3", "--dtype", "float32", *quick])
@@ -88,8 +89,24 @@ def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_p
         assert all(float(rows[name][error]) < 1e-5 for error in ("err_loss", "err_dx", "err_da", "err_db"))
 
 
+def test_steps_over_a_support_are_rows_beside_the_exact_step(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
+    support.main(["--shapes", "37x24x131", "--mean", "6", "--dtype", "float32", *quick])
+    (path,) = tmp_path.rglob("support.csv")
+    rows = rows_of(path)
+    kinds = ["", "ragged", "padded", "one in 16 without"]
+    assert [(row["function"], row["support"]) for row in rows] == [
+        (function, kind) for function in ("policy", "log_probs") for kind in kinds
+    ]
+    for row in rows:
+        assert float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 and float(row["err_log_probs"]) < 1e-6
+        assert float(row["x_exact"]) == 1.0 or row["support"]
+
+
 def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path, monkeypatch):
-    """Each of the logits as they were given, whatever the one before wrote over them: its peak takes steps, too."""
+    """Each provider gets the original logits, even if another one overwrote them. Measuring peak memory takes steps,
+    too.
+    """
 
     def a_step(step, device):
         step()
@@ -116,7 +133,9 @@ def test_sums_over_micro_batches_are_rows_with_their_errors(tmp_path):
 
 
 def test_every_objective_is_a_row_of_one_run_and_the_tables_are_made_of_its_csv(tmp_path, capsys, monkeypatch):
-    """Ours beside bare GEMMs; a peer that is not installed is a reason, and no line of a table."""
+    """This package is measured beside bare GEMMs. A library that is not installed gives a reason, and no line in a
+    table.
+    """
     named = ("fwd_bwd", "none", "policy", "softcap_smoothing", "metrics", "kl_forward")
     monkeypatch.setattr(objectives, "LINES", [line for line in objectives.LINES if line[0] in named])
     quick = ["--shapes", "24x16x101", "--rounds", "1", "--ms", "1", "--processes", "0", "--device", "cpu"]
@@ -141,13 +160,13 @@ def test_errors_of_objectives_stand_beside_plain_torchs(tmp_path, monkeypatch):
     quick = ["--device", "cpu", "--processes", "0", "--shape", "40x16x501", "--out", str(tmp_path)]
     rows = rows_of(objective_errors.main(quick))
     names = list(dict.fromkeys(row["objective"] for row in rows))
-    assert len(names) == 17 + 6 and len(rows) == 17 * (3 + 1) + 6 * 3
+    assert len(names) == 21 + 6 and len(rows) == 21 * (3 + 1) + 6 * 3
     for row in rows:
-        # what is left beside 64 classes of 501 is a difference of near numbers: docs/log_probs.md
+        # the probability outside 64 classes of 501 is a difference of close numbers: docs/log_probs.md
         numbers = ["err_value"] if "tail" in row["objective"] else ["err_value", "err_dx", "err_dw"]
         for name in numbers:
             if row[name]:
                 ours, plain = float(row[name]), float(row[name.replace("err", "torch")])
                 assert ours <= (1e-3 if "tail" in row["objective"] else 1e-7) + 3 * plain, row
     table = error_tables.table(rows)
-    assert len(table.splitlines()) == 2 + 17 + 6 and "| divergence, jsd, of probabilities | " in table
+    assert len(table.splitlines()) == 2 + 21 + 6 and "| divergence, jsd, of probabilities | " in table

@@ -1,4 +1,4 @@
-"""What other libraries are asked for, with fakes in their place; a reason for a row where one is missing."""
+"""How other libraries are called, with fakes in their place. A missing library gives a row with a reason."""
 
 import importlib
 import sys
@@ -42,7 +42,7 @@ def test_a_library_that_a_peer_needs_is_named(monkeypatch):
 
 
 def install_fake(monkeypatch, name, **contents):
-    """A module where an import of `name` finds it, and its packages."""
+    """Installs a fake module, and its packages, so that `import name` finds it."""
     words = name.split(".")
     for i in range(1, len(words) + 1):
         monkeypatch.setitem(sys.modules, ".".join(words[:i]), ModuleType(".".join(words[:i])))

@@ -37,7 +37,7 @@ def test_a_trained_models_operands_are_data_of_their_own(trained_file, tmp_path,
     for row in rows:
         assert (row["N"], row["D"], row["V"], row["prior"], row["reason"]) == ("100", "32", "400", "trained", "")
         assert not is_usual(row)
-        # Twenty steps on the prior are enough to be below the log of the vocabulary.
+        # Twenty steps are enough to learn the prior: the loss falls below the log of the vocabulary's size.
         assert 3 < float(row["loss"]) < torch.tensor(400.0).log()
         if row["provider"] != "floor":
             assert max(float(row["err_loss"]), float(row["err_dx"]), float(row["err_dw"])) < 1e-5
@@ -64,7 +64,7 @@ def test_training_text_is_cut_where_it_is_one_file_and_counts_once(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     for i in range(60):
-        (folder / f"{i}.py").write_text(f"number = {i // 2}\n")  # each twice
+        (folder / f"{i}.py").write_text(f"number = {i // 2}\n")  # each text twice
     (folder / "picture.png").write_bytes(b"no text")
     single = tmp_path / "single"
     single.write_bytes(bytes(range(97, 123)) * 10_000)

@@ -1,4 +1,4 @@
-"""The benchmark's own rules, at toy size on a CPU: what it writes, what it survives, what it measures."""
+"""The benchmark's own rules, at toy size on a CPU: what it writes, which failures it survives, what it measures."""
 
 import csv
 import functools
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def test_every_mark_is_of_a_load_that_the_run_measures(tmp_path, monkeypatch):
-    """Of times that are all 2 ms: no mark may look for a row that no unit makes."""
+    """With times that are all 2 ms. Every mark must refer to rows that the run makes."""
     rows = []
     for unit in loads.units():
         for name in providers.choose(unit.providers):
@@ -204,7 +204,7 @@ def dense_soft(problem, input, linear_weight, target, reduction):
 
 
 def dense_divergence(problem, kind):
-    """By F.kl_div, of a teacher in float64."""
+    """By F.kl_div, with a teacher in float64."""
     teacher, weight = (part.double() for part in kl_div.teacher_of(problem))
     log_p = (teacher @ weight.T).log_softmax(-1)
 
@@ -215,7 +215,9 @@ def dense_divergence(problem, kind):
         log_q = (input @ linear_weight.T).log_softmax(-1)
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         halves = (kl(log_p, log_m) + kl(log_q, log_m)) / 2
-        return {"forward": kl(log_p, log_q), "reverse": kl(log_q, log_p), "jsd": halves}[kind]
+        accepted = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+        divergences = {"forward": kl(log_p, log_q), "reverse": kl(log_q, log_p), "jsd": halves}
+        return (divergences | {"tv": (1 - accepted).mean(), "nla": -accepted.log().mean()})[kind]
 
     return loss
 
@@ -246,7 +248,7 @@ def test_a_policys_loss_is_one_call_of_ours_and_a_formula_on_the_losses_of_other
     operators = {"ours": one_call, "ours_recompute": per_token, "ours_64MiB": one_call, "torch_eager": one_call}
     for name, operator in operators.items():
         assert max(errors_of(providers.provide(name, problem, mode)(), problem, reference)) < 1e-5
-        assert last_path().op == operator  # the last of ours
+        assert last_path().op == operator  # the last call of this package
     with pytest.raises(providers.Unavailable):
         providers.provide("ours_compacted", problem, mode)
 

@@ -1,4 +1,4 @@
-"""`python -m flce_ops.check` passes what is right, and says what is not."""
+"""`python -m flce_ops.check` passes a correct installation and reports what is wrong."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_is_exact_is_as_promised(device, capsys, monkeypatch):
-    monkeypatch.setattr(check, "step", lambda head: [])  # which is of seconds
+    monkeypatch.setattr(check, "step", lambda head: [])  # the step takes seconds
     assert check.main(["--device", device]) == 0
     shown = capsys.readouterr().out
     assert f"flce_ops {flce_ops.__version__}, torch {torch.__version__}" in shown

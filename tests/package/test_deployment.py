@@ -9,7 +9,7 @@ DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 
 def test_code_of_the_deployment_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("flce_ops"), "level", logging.NOTSET)  # put back behind what the page sets
+    monkeypatch.setattr(logging.getLogger("flce_ops"), "level", logging.NOTSET)  # restored after the page has set it
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", DEPLOYMENT.read_text(), re.DOTALL):
         exec(compile(block, str(DEPLOYMENT), "exec"), names)

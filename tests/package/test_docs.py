@@ -28,7 +28,7 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocstrings")
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
-    # a proxy that nobody answers: a build that fetches something fails
+    # with a proxy that does not answer, a build that fetches something fails
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -47,6 +47,17 @@ def test_the_reference_documents_every_public_name(site):
         if not name.startswith("_"):
             assert re.search(rf'id="flce_ops\.([\w.]+\.)?{name}"', api), name
     assert "label_smoothing" in api and "Composability" in api
+
+
+def test_the_reference_has_no_name_but_public_ones_and_the_fields_of_results(site):
+    api = page(site, "api")
+    headings = re.findall(r'<h\d id="flce_ops[^"]*"[^>]*>(.*?)</h\d>', api, re.DOTALL)
+    names = {re.search(r"flce_ops[\w.]*", re.sub(r"<[^>]+>", "", heading))[0] for heading in headings}
+    public = {f"flce_ops.{name}" for name in flce_ops.__all__} - {"flce_ops.__version__"}
+    assert {name for name in names if not name.startswith("flce_ops.integrations.")} == public
+    for result in (flce_ops.LinearCrossEntropyMetrics, flce_ops.LinearLogProbs, flce_ops.LinearPolicyResult):
+        section = api.split(f'id="flce_ops.{result.__name__}"')[1].split("</h3>", 1)[1].split("<h3")[0]
+        assert all(f">{field}</span>" in section for field in result._fields), result
 
 
 def test_pages_load_nothing_from_the_network(site):
@@ -136,7 +147,7 @@ def test_the_plan_on_the_page_is_what_the_command_prints(capsys):
 
 @functools.cache
 def messages_of_the_source() -> set[str]:
-    """Every string of flce_ops/ that is no docstring, with `...` for what is filled in."""
+    """All strings of flce_ops/ except docstrings, with `...` in place of values that are inserted."""
     texts = set()
     for path in (ROOT / "flce_ops").rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -153,7 +164,7 @@ OF_OTHERS = ("device-side assert triggered", "Unsupported types (<class '...Logi
 
 
 def quoted_messages() -> list[str]:
-    """The page's headings that are messages, and what its prose quotes of our own."""
+    """The headings of the pages that are messages, and messages of this package that the prose quotes."""
     text = (DOCS / "troubleshooting.md").read_text()
     headings = re.findall(r"^### (`.*)$", text, re.MULTILINE)
     messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
@@ -162,7 +173,7 @@ def quoted_messages() -> list[str]:
 
 
 def parts_of(message: str) -> list[str]:
-    """Between the values, which the source may write out: `(..., D)` is a shape, `...` alone a value."""
+    """The parts between inserted values. The source may write these out: `(..., D)` is a shape, `...` a value."""
     return [part for part in (piece.strip() for piece in re.split(r"(?<!\()\.\.\.", message)) if part]
 
 

@@ -1,4 +1,4 @@
-"""What README.md, DESIGN.md and docs/ say of signatures, state dicts, refusals, files and measurements is so."""
+"""What README.md, DESIGN.md and docs/ say about signatures, state dicts, refusals, files and measurements is true."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -26,7 +26,7 @@ SOURCES = [
     for folder in ("flce_ops", "tests", "benchmarks", "examples", "docs", "release")
     for path in (ROOT / folder).rglob("*.py")
 ]
-# What cannot be broken: a line that a program prints so, and lines of a map of files, one a file.
+# Lines that cannot be broken: lines that a program prints, and lines of a map of files, one for each file.
 UNBROKEN = {"docs/planner.md": r"FSDP: gathering the weight"}
 
 torch_has_one = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has the function")
@@ -59,16 +59,16 @@ def test_files_that_a_document_names_exist(document):
     folder = (ROOT / document).parent
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text)
     missing = [link for link in links if "://" not in link and not (folder / link).exists()]
-    if document not in ("CHANGELOG.md", "benchmarks/NOTES.md"):  # what was there at the time
+    if document not in ("CHANGELOG.md", "benchmarks/NOTES.md"):  # these describe files of their time
         named = re.findall(r"\b(?:flce_ops|tests|examples|docs)/[\w/]+\.(?:md|csv)\b", text)
         missing += [name for name in named if not (ROOT / name).exists()]
-        sources = re.findall(r"(?<![\w/*.])(?:\w+/)*\w+\.py\b", text)  # `entry/plain.py` too, as in maps
+        sources = re.findall(r"(?<![\w/*.])(?:\w+/)*\w+\.py\b", text)  # also `entry/plain.py`, as in maps
         missing += [name for name in sources if not any(source.endswith(f"/{name}") for source in SOURCES)]
     assert not missing
 
 
 def anchors_of(text: str) -> set[str]:
-    """Of its headings, as GitHub and MkDocs make them."""
+    """The anchors of its headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -101,12 +101,13 @@ def test_formulas_become_mathml(document):
     formulas = formulas_of(text_of(document))
     for formula in formulas:
         read = re.sub(r"<[^>]+>", "", convert(formula))
-        assert "\\" not in read and "&amp;" not in read and "$" not in read, formula  # a command it does not know
+        # a command that latex2mathml does not know
+        assert "\\" not in read and "&amp;" not in read and "$" not in read, formula
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if "$" in text_of(name)])
 def test_github_reads_inline_formulas_as_they_are_written(document):
-    r"""It sees Markdown first: `\,` becomes a comma, and `}_` may begin emphasis."""
+    r"""GitHub reads Markdown first: `\,` becomes a comma, and `}_` may begin emphasis."""
     inline = [formula for formula in formulas_of(text_of(document)) if not formula.endswith("\n")]
     assert not [formula for formula in inline if re.search(r"[})\]]_|\\[^a-zA-Z]|\*", formula)]
 
@@ -116,7 +117,7 @@ def test_github_reads_inline_formulas_as_they_are_written(document):
 
 @torch_has_one
 def test_names_and_defaults_are_torchs_but_for_what_the_api_page_names():
-    """docs/api.md: ignore_index is -100 here, None there; linear_bias by position too."""
+    """docs/api.md names the exceptions: ignore_index is -100 here, None there; linear_bias may be positional."""
     ours, theirs = (
         inspect.signature(function).parameters for function in (flce_ops.linear_cross_entropy, F.linear_cross_entropy)
     )
@@ -143,7 +144,7 @@ def test_linear_bias_may_be_passed_by_position():
 
 
 def test_the_head_is_constructed_as_linear_but_without_a_bias():
-    """README, A module: parameters and state dict are nn.Linear's, bias is off unless asked for."""
+    """README, A module: parameters and state dict are nn.Linear's; there is no bias unless asked for."""
     ours, theirs = (inspect.signature(made).parameters for made in (flce_ops.LinearCrossEntropyHead, nn.Linear))
     assert list(ours)[: len(theirs)] == list(theirs)
     assert [name for name in theirs if ours[name].default != theirs[name].default] == ["bias"]
@@ -170,7 +171,7 @@ def test_the_losss_state_dict_is_torchs(out_features):
     assert shapes[0] == shapes[1]
 
 
-# ---------------------------------------------------------------- what it does not do
+# ---------------------------------------------------------------- what the package does not do
 
 
 def call(**options):
@@ -244,7 +245,7 @@ def test_the_tests_that_show_a_client_exist():
 
 
 def test_tables_are_made_of_the_csvs():
-    """After another run: python -m benchmarks.tables."""
+    """To update them after another run: python -m benchmarks.tables."""
     from benchmarks.tables import __main__ as tables
 
     texts = {path: path.read_text() for path in tables.documents()}
@@ -269,7 +270,7 @@ def test_the_other_objectives_are_all_of_one_run():
 
 def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
     pytest.importorskip("matplotlib")
-    pytest.importorskip("triton")  # the other figures' planner
+    pytest.importorskip("triton")  # the planner for the other figures needs Triton
     from matplotlib import pyplot as plt
 
     from benchmarks import docs_figures
@@ -299,6 +300,19 @@ def test_the_public_workflow_runs_what_a_submission_does_with_its_inputs():
     (seed,) = re.findall(r"FLCE_TEST_SEED:-(\d+)", submission)
     assert re.findall(r'FLCE_TEST_SEED: "(\d+)"', workflow) == [seed]
     assert "make newest" in workflow
+
+
+def test_a_release_is_tested_on_every_python_of_the_package_before_it_is_published():
+    workflow, package = text_of(".github/workflows/release.yml"), text_of("pyproject.toml")
+    (pythons,) = re.findall(r"python: \[(.*)\]", workflow)
+    (oldest,) = re.findall(r'requires-python = ">=3\.(\d+)"', package)
+    assert pythons == ", ".join(f'"3.{minor}"' for minor in range(int(oldest), 15))
+    assert pythons.replace('"', "").split(", ") == re.findall(r"Python :: (3\.\d+)", package)
+    assert "python -m release.smoke dist/*.whl" in workflow
+    assert "$(PYTHON) -m release.smoke dist/*.whl" in text_of("Makefile")
+    for job, needed in (("smoke", "build"), ("publish", "smoke")):
+        assert f"  {job}:\n    needs: {needed}\n" in workflow
+    assert "id-token: write" in workflow and "password" not in workflow
 
 
 def test_pages_make_mathml_of_inline_and_display_formulas():

@@ -35,7 +35,7 @@ def no_process_group_stays():
 def test_a_sample_of_random_cases_is_as_near_to_the_truth_as_plain_torch():
     for index in range(CASES):
         case = draw(SEED, index, "cpu")
-        if not case.mode.startswith("compile"):  # seconds each
+        if not case.mode.startswith("compile"):  # compiled cases take seconds each
             verdict = judge.examine(case, "cpu")
             assert not verdict.failures, f"python -m tests.fuzz --only {SEED}:{index}: {verdict.failures}"
 
@@ -143,7 +143,7 @@ NEWER = {
     "a learnt scale": {"learnt": "logit_scale", "logit_scale": 2.0},
     "a learnt temperature": {"learnt": "temperature", "temperature": 0.7},
 }
-BLIND = {  # what ours is given in place of what the case has
+BLIND = {  # fields of a case that this package gets differently than the reference, to see that the fuzzer notices
     "soft targets": lambda at: {"target_weight": at["target_weight"] * 1.001},
     "a tail": lambda at: {"target": at["target"].roll(1, -2)},
     "metrics": lambda at: {"target": at["target"].roll(1, 0)},

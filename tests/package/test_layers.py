@@ -1,4 +1,4 @@
-"""Imports of the package go one way: the layers of DESIGN.md, without an exception, and no circle of files."""
+"""Imports inside the package follow the layers of DESIGN.md, without exceptions and without cycles of files."""
 
 import graphlib
 import re
@@ -8,7 +8,7 @@ import pytest
 
 grimp = pytest.importorskip("grimp")
 
-# From the user down. A layer imports those below it; those in one line do not import each other.
+# From the user-facing layer downwards. A layer imports only those below it. Names in one line do not import each other.
 LAYERS = (
     {"check", "integrations", "parallel", "plan"},
     {"decompositions", "explain", "modules", "warmup"},
@@ -46,16 +46,16 @@ def test_the_map_of_the_design_is_short():
 
 
 def test_imports_only_go_down(graph):
-    """Those inside functions count too."""
+    """Imports inside functions count, too."""
     found = graph.find_illegal_dependencies_for_layers(layers=LAYERS, containers={"flce_ops"})
     assert not [f"{route.heads} -> {route.tails}" for dependency in found for route in dependency.routes]
 
 
 def test_no_circle_of_files(graph):
-    """A package's own __init__ gathers its files and is left out."""
+    """A package's __init__ imports its own files and is left out."""
     packages = {module for module in graph.modules if graph.find_children(module)}
     files = {
         module: {found for found in graph.find_modules_directly_imported_by(module) if found not in packages}
         for module in graph.modules - packages
     }
-    graphlib.TopologicalSorter(files).prepare()  # raises CycleError, with the circle
+    graphlib.TopologicalSorter(files).prepare()  # raises CycleError with the cycle

@@ -1,4 +1,4 @@
-"""The maps of the package, the docstring of a folder's `__init__.py`, name every file beside it, once, and no other."""
+"""Each folder's map, the docstring of its `__init__.py`, names every file of the folder once, and no other file."""
 
 import ast
 import re
@@ -12,6 +12,7 @@ FOLDERS = (
     "flce_ops/integrations/*",
     "flce_ops/triton/*",
     "tests/fuzz",
+    "tests/mutation",
 )  # flce_ops itself: DESIGN.md, test_layers.py
 MAPS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/__init__.py"))
 

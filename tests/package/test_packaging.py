@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what they hold, that they install, import and type-check by themselves."""
+"""The wheel and the sdist: their contents, and that they install, import and type-check on their own."""
 
 import importlib.metadata
 import inspect
@@ -32,14 +32,14 @@ def version_of(distribution: str) -> int:
         return 0
 
 
-# the setuptools that pyproject.toml asks for; imported in the build's own process alone
+# the version of setuptools that pyproject.toml requires; only the build's own process imports it
 pytestmark = pytest.mark.skipif(
     version_of("setuptools") < 77 or not version_of("pip"), reason="needs setuptools >= 77 and pip"
 )
 
 
 def build(hook: str, tree: Path, out: Path) -> Path:
-    """setuptools' own build hook in a fresh process, as a frontend without isolation calls it."""
+    """Runs setuptools' own build hook in a fresh process, as a frontend without isolation does."""
     script = f"from setuptools import build_meta; import sys; build_meta.{hook}(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", script, str(out)], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def build(hook: str, tree: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the checkout, as setuptools leaves a build folder behind."""
+    """A copy of the checkout, because setuptools leaves a build folder behind."""
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         shutil.copy(ROOT / name, tree)
@@ -139,7 +139,7 @@ print(flce_ops.__version__)
 
 
 def test_an_editable_install_is_a_path_that_type_checkers_follow(tree, tmp_path):
-    """No finder, which mypy and Pylance do not run."""
+    """A finder would not do, because mypy and Pylance do not run it."""
     files = names_and_contents(build("build_editable", tree, tmp_path))
     (path,) = (text for name, text in files.items() if name.endswith(".pth"))
     assert path.decode().strip() == str(tree)
@@ -150,7 +150,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(tree, tmp_path)
 
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/paths.md", "docs/policy_loss.md")
 
-# around a block that is no program by itself
+# put around a block that is no complete program
 FRAGMENT = """
 from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
@@ -225,7 +225,7 @@ head.forward(x, labels=y)  # type: ignore
 
 @pytest.fixture(scope="module")
 def typed_programs(built, tmp_path_factory):
-    """A folder with the code of the pages and with CALLS, and the Python of an environment where the wheel is."""
+    """A folder with the code of the pages and with CALLS, and the Python of an environment with the wheel."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("typed")
     environment = folder / "environment"
@@ -250,7 +250,8 @@ def typed_programs(built, tmp_path_factory):
 
 
 def check_types(folder: Path, *command: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where the checkout is
+    # PYTHONPATH contains the checkout
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""The table of paths: what it says runs is what runs, and the page shows it."""
+"""The table of paths: what it says is what runs, and docs/paths.md shows it."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -25,7 +25,7 @@ SMOOTHED_AND_CAPPED = {"label_smoothing": 0.1, "softcap": 5.0}
 
 
 def running(text):
-    """{choice: path} of what explain says runs."""
+    """{choice: path} of the lines in which `explain` says what runs."""
     found, title = {}, ""
     for line in text.splitlines():
         title = title if line.startswith(" ") else line
@@ -79,7 +79,7 @@ def test_the_reason_names_what_rules_out_the_paths_before():
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_smoothing_under_a_softcap_recomputes_where_triton_would(options, op, reduction, monkeypatch):
-    """An NVIDIA GPU is pretended where the path is chosen; the operators run on the CPU."""
+    """Where the path is chosen, the test pretends to have an NVIDIA GPU. The operators run on the CPU."""
     monkeypatch.setattr(
         "flce_ops.ops.paths.loss_facts",
         lambda *operands, **known: CallFacts("cuda", torch.bfloat16, wants_gradient=True, **known),
@@ -90,10 +90,25 @@ def test_smoothing_under_a_softcap_recomputes_where_triton_would(options, op, re
     assert flce_ops.last_path().op == f"linear_cross_entropy_{op}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_takes_half_operands_and_given_logits_in_float32_too(dtype):
+    """On an NVIDIA GPU; a scalar loss in float16 makes its gradients in backward, so that operator is not for it."""
+    for op, paths in KERNELS.items():
+        taken = HALF
+        if op.startswith("cross_entropy"):
+            taken = [*HALF, torch.float32]
+        elif op == "linear_cross_entropy_double_backward":
+            taken = []
+        elif op.endswith("with_grad") and not op.startswith("linear_kl_div"):
+            taken = [torch.bfloat16]
+        assert (choose(paths, CallFacts("cuda", dtype)).name == "triton") is (dtype in taken), op
+        assert choose(paths, CallFacts("cpu", dtype)).name == "aten", op
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, SMOOTHED_AND_CAPPED, {"class_scale": 1}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frozen_head_with_a_pair_is_copied_under_transforms_alone(dtype, options):
-    """On an NVIDIA GPU too; without a copy there is the pair's own operator."""
+    """On an NVIDIA GPU, too. Without a copy, the pair has its own operator."""
 
     def path(**facts):
         asked = {"wants_gradient": True} | options | facts
@@ -124,7 +139,7 @@ def test_explain_of_a_head_with_a_pair():
 
 
 def test_probabilities_have_their_smoothing_in_them():
-    """So it keeps their operators from no path, whatever the softcap."""
+    """Probabilities are smoothed in advance, so smoothing rules out no path for them, with any softcap."""
     facts = CallFacts("cuda", torch.bfloat16, wants_gradient=True, **SMOOTHED_AND_CAPPED)
     assert choose(LOSS["a scalar loss"], facts).name == "recompute"
     inputs = make_inputs((24, 16, 50), dtype=torch.bfloat16)
@@ -190,7 +205,7 @@ def test_explain_says_what_rules_a_path_out():
     ],
 )
 def test_explain_says_how_triton_takes_the_tokens(shape, workspace, options, first, others, monkeypatch):
-    """A GPU is pretended; the table is that of Triton's interpreter."""
+    """The test pretends to have a GPU. The tile table is that of Triton's interpreter."""
     chunking = pytest.importorskip("flce_ops.triton.steps.chunking")
     facts = CallFacts("cuda", torch.bfloat16, wants_gradient=True, label_smoothing=bool(options))
     monkeypatch.setattr(sys.modules["flce_ops.explain"], "facts_of_call", lambda call: facts)
@@ -229,7 +244,7 @@ def test_tensors_on_meta_stand_for_those_of_another_device():
 
 @pytest.mark.parametrize("paths", [*LOSS.values(), *SAVE_LOGITS.values(), *KERNELS.values()])
 def test_every_table_ends_in_a_path_without_conditions(paths):
-    """So that some path runs whatever the facts are."""
+    """So some path runs for all facts."""
     assert not paths[-1].conditions and all(path.conditions for path in paths[:-1])
 
 
@@ -261,7 +276,7 @@ def test_kernels_that_triton_takes(op, facts, triton):
     [
         (CallFacts("cuda", torch.bfloat16, teacher=torch.float16, softcap=True), True),
         (CallFacts("cuda", torch.bfloat16, teacher=torch.float16, one_class=True), False),
-        (CallFacts("cuda", torch.float16), True),  # probabilities
+        (CallFacts("cuda", torch.float16), True),  # class probabilities
         (CallFacts("cuda", torch.bfloat16, teacher=torch.float32), False),
         (CallFacts("cuda", torch.float32, teacher=torch.bfloat16), False),
         (CallFacts("cuda", torch.bfloat16, teacher=torch.bfloat16, rank_without_classes=True), False),
@@ -281,7 +296,7 @@ def test_the_facts_of_a_divergence_are_the_same_on_all_ranks():
 
 
 def as_markdown() -> str:
-    """The tables as docs/paths.md has them."""
+    """The tables in the format of docs/paths.md."""
     from flce_ops.triton.steps.chunking import CHUNKINGS
 
     lines = []

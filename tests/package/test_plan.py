@@ -1,4 +1,4 @@
-"""The memory planner against what the kernels allocate and what was measured."""
+"""The memory planner, compared with what the kernels allocate and with measurements."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -30,12 +30,14 @@ SHAPES = [
     (16384, 896, 151936),
     (2000, 256, 50257),  # the float32 sum of the weight's gradient fits; V is odd
     (777, 512, 32003),  # one chunk
-    (100, 4096, 128256),  # few tokens: exponentials twice, a slice at a time
+    (100, 4096, 128256),  # few tokens: the exponentials are computed twice, in slices
 ]
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators return, alive at once. Tensors are on `meta`, so full sizes cost nothing."""
+    """Counts the bytes of tensors that operators return and that exist at the same time. Tensors are on `meta`, so full
+    sizes cost nothing.
+    """
 
     def __init__(self):
         super().__init__()
@@ -61,7 +63,7 @@ class Live(TorchDispatchMode):
 
 @pytest.fixture
 def launchers(monkeypatch):
-    """flce_ops.triton with kernels that do nothing; the device's tiles for `meta` are Hopper's."""
+    """flce_ops.triton with kernels that do nothing. `meta` gets Hopper's tile sizes."""
     pytest.importorskip("triton")
     from flce_ops.triton.gemm import tile_sums
     from flce_ops.triton.steps import backward, with_grad
@@ -120,7 +122,7 @@ def test_temporaries_of_a_vocabulary_shard_are_what_its_launcher_allocates(launc
     launch = launchers["one pass"].launch_vocab_parallel_with_grad
     group = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": head.vocab}
     allocated = temporaries_of(launch, head, *operands(head), row_scale, **group, **BOTH)
-    # the kernels of the losses are ATen here, and each makes its vectors
+    # in this test the kernels of the losses are ATen's, and each makes its own vectors
     assert planned.temporaries == pytest.approx(allocated, rel=0.01, abs=2 * MiB)
     assert flce_ops.last_path().rows_per_chunk == planned.rows
 
@@ -153,7 +155,7 @@ def test_peak_of_the_dense_pair_is_what_a_cpu_step_of_it_takes(dtype):
     )
 
 
-# What each provider of benchmarks/ runs, by its name in the CSVs: the cost, and the workspace in MiB
+# For each provider of benchmarks/, by its name in the CSVs: its cost, and the workspace in MiB.
 PROVIDERS = {
     "ours": (step_cost.one_pass, 512),
     "ours_compiled": (step_cost.one_pass, 512),
@@ -166,8 +168,8 @@ PROVIDERS = {
 
 
 MEASURED_IN = [("loads.csv", "ours"), *(("fwd_bwd.csv", name) for name in PROVIDERS)]
-SHORT = ("ours_128MiB", "ours_64MiB", "ours_recompute")  # chunks of few tokens, or slices of few classes
-NARROW = 1024  # features, below which these take up to half as long again as planned
+SHORT = ("ours_128MiB", "ours_64MiB", "ours_recompute")  # with chunks of few tokens, or slices of few classes
+NARROW = 1024  # with fewer features, these take up to 1.5 times the planned time
 
 
 def measured(file: str, mode: str) -> list[dict]:
@@ -182,15 +184,17 @@ def planned_for(row: dict, cost, workspace: int) -> tuple[Head, step_cost.StepCo
 
 
 def is_planned(row: dict) -> bool:
-    """Enough tokens to hide the host, features that fill lines of the L2, the usual data."""
+    """Enough tokens to hide the host's time, features that fill L2 lines, and the usual data."""
     return int(row["N"]) >= 4096 and int(row["D"]) % 64 == 0 and is_usual(row)
 
 
 @pytest.mark.parametrize(("file", "provider"), MEASURED_IN)
 def test_time_and_memory_are_those_measured_on_an_h200(file, provider):
-    """Time within 10 %, the spread of one row and of the card from run to run, 5 % over all; memory within 2 %.
+    """Times agree within 10 %, the spread of one row and of the card from run to run, and within 5 % on average. Memory
+    agrees within 2 %.
 
-    Short chunks 12 and 7 %, as no plan knows what begins and ends each. Compiled steps took up to 4 % more memory.
+    Short chunks differ by 12 and 7 %, because the plan does not know the start and end of each. Compiled steps took up
+    to 4 % more memory.
     """
     pytest.importorskip("triton")
     device = device_of("h200", torch.bfloat16, 1)
@@ -223,7 +227,7 @@ def test_time_of_per_token_losses_is_that_measured_on_an_h200():
 
 
 def test_the_eager_pair_never_ran_faster_than_planned():
-    """Its bytes are counted once each: a lower bound, and no far one."""
+    """Its bytes are counted once each, so the plan is a lower bound, and a close one."""
     device = device_of("h200", torch.bfloat16, 1)
     rows = [row for row in measured("fwd_bwd.csv", "fwd_bwd") if row["provider"] == "torch_eager"]
     assert len(rows) >= 7
@@ -241,7 +245,7 @@ def test_a_sharded_vocabulary_takes_the_time_and_memory_measured_on_two_and_four
         head = Head(int(row["N"]), int(row["D"]), int(row["V"]), torch.bfloat16)
         option = next(o for o in plan(head, ranks, device_of("h200", torch.bfloat16, ranks)) if "vocabulary" in o.name)
         assert 1e3 * option.seconds == pytest.approx(float(row["ms"]), rel=0.10), ranks
-        # peak_MiB is beyond weight and input, with the gradients and the 32 MiB that cuBLAS keeps on Hopper
+        # peak_MiB excludes weight and input. It includes the gradients and the 32 MiB that cuBLAS keeps on Hopper.
         shard = head.shard(ranks)
         beyond = option.peak - shard.weight_bytes - shard.input_bytes + 32 * MiB
         assert beyond / MiB == pytest.approx(float(row["peak_MiB"]), rel=0.02), ranks
@@ -266,7 +270,7 @@ def test_the_command_prints_a_line_for_each_option(capsys):
         "FSDP",
     ):
         assert sum(words in line for line in printed.splitlines()) >= 1, words
-    assert "22,918" in printed and " 511 " in printed  # MiB of the first and third lines
+    assert "22,918" in printed and " 511 " in printed  # MiB in the first and third lines
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_the_command_prints_a_line_for_each_option(capsys):
     [
         ("--gpu a100", "no measured rates for a100 in bfloat16.*--tflops"),
         ("--dtype float32", "no measured rates for h200 in float32"),
-        ("--gpu a100 --tflops 250", "no measured rates for a100"),  # the bandwidth is missing
+        ("--gpu a100 --tflops 250", "no measured rates for a100"),  # no bandwidth is given
         ("--gpu a100 --tflops 250 --bandwidth 2 --gpus 2", "no measured bus bandwidth for 2 GPUs"),
         ("--gpus 64", "no measured bus bandwidth for 64 GPUs"),
     ],
@@ -303,7 +307,7 @@ assert sys.modules["triton"] is None and not any(name.startswith("flce_ops.trito
 @pytest.mark.parametrize(
     "sizes",
     [
-        # an overlay chunk, and logits twice in a small workspace
+        # an overlay chunk, and logits computed twice in a small workspace
         "--tokens 16384 --hidden 4096 --vocab 128256 --gpus 4",
         "--tokens 777 --hidden 896 --vocab 50257 --gpus 2",
     ],

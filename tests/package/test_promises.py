@@ -1,4 +1,4 @@
-"""PROMISES.md leads from every promise of README, and of the pages beside it, to a test that is there."""
+"""PROMISES.md links every promise of README, and of the pages beside it, to an existing test."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def sections_of(file: Path) -> dict[str, str]:
 
 
 def places() -> list[tuple[str, str, str]]:
-    """(section, file, anchor) of each row."""
+    """Returns (section, file, anchor) of each row."""
     return [re.fullmatch(r"\[(.*)\]\(\.\./(.*)#(.*)\)", section).groups() for _, section, _ in ROWS]
 
 

@@ -1,4 +1,4 @@
-"""README.md: its code runs in order as one program, its swap gives the same loss, its first sentence is the CSV's."""
+"""README.md: its code runs in order as one program, its swap gives the same loss, the CSV has its figures."""
 
 import csv
 import importlib.util
@@ -36,7 +36,7 @@ def test_code_of_the_first_screens_runs(document):
     assert blocks
     for block in blocks:
         if "transformers" in block and importlib.util.find_spec("transformers") is None:
-            continue  # an extra; CI has it
+            continue  # an optional package; CI installs it
         exec(block, names)
 
 
@@ -86,7 +86,7 @@ def test_the_readme_is_short():
     ids=lambda function: function.__name__,
 )
 def test_the_docstring_of_a_public_function_has_every_argument(function):
-    """The API page is made of these."""
+    """The API page is made from these docstrings."""
     arguments = inspect.getdoc(function).split("Args:\n")[1].split("\n\nReturns:")[0]
     listed = re.findall(r"^    (\w+(?:, \w+)*):", arguments, re.MULTILINE)
     names = [name for line in listed for name in line.split(", ")]

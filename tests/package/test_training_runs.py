@@ -1,4 +1,6 @@
-"""benchmarks.training at toy size on a CPU: what differs between runs, what is counted, written and survived."""
+"""benchmarks.training at toy size on a CPU: what differs between runs, what is counted and written, which failures it
+survives.
+"""
 
 import csv
 import multiprocessing
@@ -46,7 +48,8 @@ def rows_of(path):
 
 def test_settings_differ_in_the_heads_gradient_alone():
     torch.manual_seed(0)
-    size = SIZE._replace(vocab=8000)  # a fresh model's probabilities are below every threshold
+    # with so many classes, an untrained model's probabilities are below every threshold
+    size = SIZE._replace(vocab=8000)
     model = Llama(size, fused_head=True)
     tokens, target = torch.randint(size.vocab, (2, 4, 16))
     losses, gradients = {}, {}
@@ -63,8 +66,8 @@ def test_settings_differ_in_the_heads_gradient_alone():
     exact = gradients["exact"][0]
     off = {name: (found[0] - exact).norm() / exact.norm() for name, found in gradients.items()}
     assert 0 == off["exact"] < off["unbiased_12"] < off["unbiased_10"] < off["unbiased_8"]
-    assert not torch.equal(*gradients["unbiased_8"])  # another seed
-    # a trainee draws anew in every step
+    assert not torch.equal(*gradients["unbiased_8"])  # with another seed
+    # a trainee draws new random numbers in every step
     trainee = Trainee(model, "unbiased_8", torch.tensor(0))
     first, second = (torch.autograd.grad(trainee(tokens, target), model.head.weight)[0] for _ in range(2))
     assert not torch.equal(first, second)
@@ -144,7 +147,7 @@ def test_runs_of_one_seed_start_alike_and_one_that_fails_is_a_row_with_a_reason(
         )
     monkeypatch.setattr(training, "take", lambda chosen, *_: ([], {}, "again"))
     training.main([*options, "--seeds", "0,1", *TINY, "--resume"])
-    assert [row["reason"] for row in rows_of(path)] == [""] * 4 + ["again"] * 2  # what had succeeded is kept
+    assert [row["reason"] for row in rows_of(path)] == [""] * 4 + ["again"] * 2  # runs that had succeeded are kept
     at_start = [point["held_out_loss"] for point in curves if point["step"] == "0"]
     assert len(set(at_start[:3])) == len(set(at_start[3:])) == 1 and len(set(at_start)) == 2
     assert {"initial.safetensors", "trained.safetensors"} <= {file.name for file in tmp_path.iterdir()}
@@ -156,7 +159,8 @@ def test_runs_of_one_seed_start_alike_and_one_that_fails_is_a_row_with_a_reason(
 def test_a_process_that_dies_and_a_budget_that_is_spent_are_reasons(monkeypatch):
     chosen = Run("exact", 0, Path("tokens"), SIZE, 1, 1e-3, 1, 1, False, None, 1)
     assert training.take(chosen, CPU, time.monotonic()) == ([], {}, "time budget spent")
-    monkeypatch.setattr(training, "serve", multiprocessing.process.current_process)  # which takes no arguments
+    # this function takes no arguments, so the call fails
+    monkeypatch.setattr(training, "serve", multiprocessing.process.current_process)
     assert training.take(chosen, CPU, time.monotonic() + 600) == ([], {}, "its process ended with 1")
 
 

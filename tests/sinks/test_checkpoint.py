@@ -37,7 +37,7 @@ COMPILABLE = ["non_reentrant", "selective"]
 
 
 def checkpointed(way, **options):
-    """The loss as the last block of a model: its own layer and the head inside one checkpointed region."""
+    """The loss as the last block of a model: a layer and the head in one checkpointed region."""
 
     def block(input, linear_weight, target, linear_bias):
         return flce_ops.linear_cross_entropy(torch.sin(input), linear_weight, target, linear_bias, **options)
@@ -63,7 +63,8 @@ def test_checkpointed_gradients(device, dtype, reduction, way):
         assert error(found[name], expected[name]) < (1e-13 if dtype == torch.float64 else 1e-2), name
 
 
-# Passes of 2 N D V: first forward 1; recomputed forward 1, unless saved; backward: logits, dX, dW = 3.
+# GEMM passes of 2 N D V operations. The first forward takes 1, the recomputed forward 1 (unless saved), and backward 3:
+# logits, dX, dW.
 PASSES = {"reentrant": 4, "non_reentrant": 5, "selective": 4, "selective_by_list": 4}
 
 
@@ -89,7 +90,7 @@ def test_compiled_checkpointing(device, reduction, way):
 
 
 def test_nothing_of_the_size_of_the_weight_is_held_between_forward_and_backward(device):
-    """Under checkpointing dW is not made in forward and held until backward."""
+    """With checkpointing dW is not computed in forward, where it would be held until backward."""
     inputs = make_inputs((N, D, V), device=device, bias=True)
     loss = checkpointed("non_reentrant")(*inputs.args)
     held = flce_ops.last_path()

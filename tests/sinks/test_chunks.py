@@ -1,4 +1,4 @@
-"""The result does not depend on how the tokens are cut into chunks."""
+"""The result does not depend on how tokens are divided into chunks."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -20,13 +20,14 @@ def in_workspace(inputs, bytes, cotangent=None, **options):
 
 
 def recomputing_slack(dtype):
-    """CUDA's recomputing path rounds the target's entry of dW and db, which the one-pass path keeps exact."""
+    """CUDA's recomputing path rounds the target's entry of dW and db. The one-pass path keeps it exact."""
     return 0.2 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
 
 
 def rounded_sums(dtype, device, chunks):
-    """Each time by 0.2 eps of what is there, half of dW in the mean: on a CPU once a chunk up to 8 of them, on CUDA
-    in float16, in which sums wait there."""
+    """The additional error of dW if sums are rounded: each time by 0.2 eps of the sum so far, which is half of dW on
+    average. A CPU rounds once a chunk for up to 8 chunks; CUDA rounds in float16, where sums are stored in that dtype.
+    """
     rounded = dtype == torch.float16 if device == "cuda" else dtype.itemsize == 2 and chunks <= ROUNDED_CHUNKS_ON_CPU
     return 0.2 * torch.finfo(dtype).eps * (chunks / 2) ** 0.5 if rounded and chunks > 1 else 0.0
 
@@ -46,7 +47,7 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
         counts.add(path.chunks)
         assert error(cut["loss"], whole["loss"]) < 1e-6, path
         for name in exact:
-            # half: the product of a chunk is rounded before its float32 sum, 1.35 times the error at most as seen
+            # in half, a chunk's product is rounded before the float32 sum: at most 1.35 times the error was seen
             slack = 1.2e-6 if dtype == torch.float32 else 1e-12
             if device == "cuda" and name != "input":
                 slack += recomputing_slack(dtype)
@@ -57,13 +58,13 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
-    """Gradients added in half precision over 256 chunks lose 10 % of dW."""
+    """If gradients were added in half precision over 256 chunks, dW would lose 10 %."""
     inputs = make_inputs((4096, 32, 61), device=device, dtype=dtype, bias=True)
     exact = run_reference(inputs)
     whole, _ = in_workspace(inputs, 2**30)
     cut, path = in_workspace(inputs, 1)
     for name in ("linear_weight", "linear_bias", "input"):
-        # the product of a chunk is rounded before its float32 sum; sums in bfloat16 would give 3 times the error
+        # a chunk's product is rounded before the float32 sum; with sums in bfloat16 the error would be 3 times larger
         slack = recomputing_slack(dtype) if device == "cuda" and name != "input" else 0.0
         slack += rounded_sums(dtype, device, path.chunks) if device == "cuda" and name == "linear_weight" else 0.0
         assert error(cut[name], exact[name]) <= 1.5 * error(whole[name], exact[name]) + slack, (name, path)
@@ -98,7 +99,7 @@ def test_workspace_that_is_not_positive_is_refused(bytes):
 
 
 def test_default_workspace_makes_large_chunks(device):
-    """Many small chunks starve the matrix products; 128 rows are the least that feed them."""
+    """Many small chunks would make the matrix products slow. 128 rows are the minimum that keeps them fast."""
     inputs = make_inputs((300, 2, 151936), device=device, dtype=torch.float32, requires_grad=False, ignored=0.0)
     flce_ops.linear_cross_entropy(*inputs.args)
     path = flce_ops.last_path()
@@ -118,6 +119,6 @@ def test_last_path_tells_what_ran(device):
     run(flce_ops.linear_cross_entropy, inputs)
     path = flce_ops.last_path()
     assert "linear_cross_entropy_with_grad" in path.op
-    assert path.implementation == "aten"  # float32 goes to ATen on either device
+    assert path.implementation == "aten"  # float32 takes ATen on every device
     assert path.reason
     assert path.chunks == 1

@@ -1,4 +1,4 @@
-"""Second derivatives are right in float64; third derivatives are refused by name."""
+"""Second derivatives are correct in float64; third derivatives are refused by name."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -67,7 +67,7 @@ def test_gradgradcheck_of_one_argument(device, wanted, reduction):
 
 
 def second_derivatives(function, inputs, options, penalty):
-    """Gradients of loss + penalty(gradients), as gradient penalties and meta-learning take them."""
+    """Gradients of loss + penalty(gradients), as in gradient penalties and meta-learning."""
     inputs = inputs.clone()
     call, leaves = as_function_of_leaves(inputs, options, function)
     loss = call(*leaves).sum()
@@ -78,7 +78,7 @@ def second_derivatives(function, inputs, options, penalty):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_gradient_penalty_over_chunks(device, name, reduction):
-    inputs, options = example(device, name, reduction, (400, 7, 31))  # a chunk has 64 rows or more, 128 on CUDA
+    inputs, options = example(device, name, reduction, (400, 7, 31))  # a chunk has at least 64 rows, 128 on CUDA
 
     def penalty(grads):
         return sum(g.square().sum() for g in grads)
@@ -121,7 +121,7 @@ def test_gradients_with_create_graph_are_those_without(device, reduction):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_grad_output_has_a_gradient(device, reduction):
-    """d(factor * loss)/d(factor): the loss scale of the outer problem may be a parameter too."""
+    """d(factor * loss)/d(factor): the outer problem may learn the loss scale."""
     inputs, options = example(device, "plain", reduction)
 
     def products(function):
@@ -145,7 +145,7 @@ def test_third_derivatives_are_refused_by_name(device, reduction):
 
 
 def functions_of_matrices(device, name, reduction):
-    """The loss and its definition, each as a function of the leaves, and a direction among them."""
+    """The loss and its definition as functions of the leaves, and a direction in the space of the leaves."""
     inputs, options = example(device, name, reduction)
     call, leaves = as_function_of_leaves(inputs, options)
     exact, _ = as_function_of_leaves(inputs, options, reference_loss)
@@ -157,7 +157,7 @@ def functions_of_matrices(device, name, reduction):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap", "everything"])
 def test_products_of_the_hessian_with_a_vector(device, name, reduction):
-    """hvp differentiates the second derivative by the vector that it is taken along."""
+    """hvp also differentiates the second derivative with respect to its vector."""
     call, exact, leaves, along = functions_of_matrices(device, name, reduction)
     for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
         for ours, right in zip(product(call, leaves, along)[1], product(exact, leaves, along)[1], strict=True):
@@ -188,7 +188,7 @@ def test_a_batch_of_grad_outputs(device, name, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype):
-    """p (1 - p) of nearly 1 is a difference: what goes through lse must cancel before anything is rounded."""
+    """For nearly 1, p (1 - p) is a difference: contributions through lse must cancel before anything is rounded."""
     inputs = make_inputs((32, 16, 50), device=device, dtype=dtype, ignored=0.0)
     inputs.input.data *= 6
     inputs.target = (inputs.input @ inputs.linear_weight.T).argmax(1)
@@ -201,7 +201,7 @@ def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype
 
     exact = second(reference_loss, inputs.clone(torch.float64))
     found, plain = second(flce_ops.linear_cross_entropy, inputs), second(plain_loss, inputs)
-    # of logits of 50 a unit of lse is a relative error of 1 - p
+    # for logits of 50, one unit in the last place of lse is a relative error of 1 - p
     unit_of_lse = torch.finfo(torch.float32).eps * float((inputs.input @ inputs.linear_weight.T).detach().abs().max())
     for ours, usual, right in zip(found, plain, exact, strict=True):
         slack = unit_of_lse if dtype == torch.float32 else 4e-3
@@ -210,7 +210,7 @@ def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype
 
 @pytest.mark.parametrize("moved", [-3e-3, 3e-3])
 def test_second_derivatives_of_sure_tokens_vanish_whatever_the_last_digits_of_lse(device, moved):
-    """At logits of 2000 the lse of another GEMM is off by more than a probability's rounding."""
+    """At logits of 2000 the lse of another GEMM differs by more than the rounding of a probability."""
     inputs = make_inputs((16, 16, 50), device=device, ignored=0.0)
     with torch.no_grad():
         inputs.input *= 2000.0 / (inputs.input @ inputs.linear_weight.T).abs().max()

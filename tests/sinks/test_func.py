@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 import flce_ops
 
 OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
-TIGHT = 1e-12  # float64; a product of matrices in another order
+TIGHT = 1e-12  # float64; matrix products in another order
 
 
 def loss_of(function, inputs, **options):
@@ -84,9 +84,9 @@ def test_vjp_with_a_cotangent_per_token(device):
     [
         (0, None, 0),  # a batch of sequences
         (None, 0, None),  # an ensemble of heads
-        (None, None, 0),  # targets only
+        (None, None, 0),  # only targets
         (0, 0, 0),
-        (1, 1, 1),  # batch dimension in the middle
+        (1, 1, 1),  # the batch dimension is in the middle
         (0, None, None),
     ],
     ids=str,
@@ -126,7 +126,7 @@ def test_vmap_of_grad_gives_gradients_per_sample(device, options, reduction):
             inputs.linear_weight, inputs.linear_bias, *batch
         )
 
-    inputs.target[::5] = 3  # every sample has a token that counts
+    inputs.target[::5] = 3  # every sample has a token that is not ignored
     assert_close(per_sample(flce_ops.linear_cross_entropy), per_sample(reference_loss))
 
 
@@ -207,14 +207,14 @@ def forward_mode(inputs, way):
     ["jvp", "jvp of the weight", "jacfwd", "hessian", "make_dual", "make_dual of a leaf", "make_dual under no_grad"],
 )
 def test_forward_mode_is_refused_by_name(device, way):
-    """Without a refusal it would be silently zero."""
+    """Without a refusal, the derivative would silently be zero."""
     with pytest.raises(NotImplementedError, match="linear_cross_entropy.*forward-mode"):
         forward_mode(example(device), way)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_tangents_of_token_weights_are_the_losses_own(device, reduction):
-    """A factor of the losses in ordinary ATen: nothing of the operators is differentiated."""
+    """Token weights multiply the losses in ordinary ATen, so no operator is differentiated."""
     inputs = example(device, token_weight=True)
     tangent = torch.randn_like(inputs.token_weight)
 

@@ -1,4 +1,4 @@
-"""The factor that comes from above the loss is applied once, every time."""
+"""grad_output, the factor from above the loss, is applied exactly once."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -10,7 +10,8 @@ from reference_loss import error, plain_loss, run, run_reference
 import flce_ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float64: 1e-15, torch.float32: 8e-7, torch.bfloat16: 9e-3}  # rounded at another magnitude
+# the factor is applied before or after rounding
+TOLERANCE = {torch.float64: 1e-15, torch.float32: 8e-7, torch.bfloat16: 9e-3}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,7 +37,7 @@ def test_retained_graph_gives_the_same_gradients_again(device, reduction, dtype)
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     leaves = list(inputs.leaves.values())
     loss = flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction)
-    # a factor other than 1 first: gradients rescaled in place would come back rescaled
+    # a factor other than 1 first: if gradients were rescaled in place, the next backward would be wrong
     first, second, third = (
         torch.autograd.grad(loss, leaves, torch.full_like(loss, factor), retain_graph=True)
         for factor in (5.0, 1.0, 5.0)
@@ -48,7 +49,7 @@ def test_retained_graph_gives_the_same_gradients_again(device, reduction, dtype)
 
 
 def test_gradients_of_two_backwards_are_separate_tensors(device):
-    """A caller may scale one result in place (gradient clipping) without touching the other."""
+    """A caller may scale one result in place (gradient clipping) without changing the other."""
     inputs = make_inputs(device=device)
     leaves = list(inputs.leaves.values())
     loss = flce_ops.linear_cross_entropy(*inputs.args)
@@ -80,7 +81,7 @@ def test_gradients_accumulate_in_grad(device, reduction):
 
 
 def test_input_changed_in_place_before_backward_is_noticed(device):
-    """Autograd's version counter guards what backward still needs (reduction="none" recomputes from the input)."""
+    """Autograd's version counter protects what backward still needs: with reduction="none" it reads the input again."""
     inputs = make_inputs(device=device)
     hidden = inputs.input * 1.0
     loss = flce_ops.linear_cross_entropy(hidden, *inputs.args[1:], reduction="none")
@@ -91,7 +92,7 @@ def test_input_changed_in_place_before_backward_is_noticed(device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_loss_used_twice(device, reduction):
-    """loss + loss.square() (a penalty on the loss): the factor is known only in backward."""
+    """loss + loss.square(), a penalty on the loss: the factor is known only in backward."""
     inputs = make_inputs(device=device, dtype=torch.float64)
 
     def penalised(function):
@@ -108,11 +109,11 @@ def test_loss_used_twice(device, reduction):
 
 
 def test_micro_batches_with_a_normalizer_add_up_to_the_whole_batch(device):
-    """A mean per micro-batch is not the mean; the count of all their tokens as normalizer is."""
+    """A mean of the micro-batches' means is not the mean. With the total count of tokens as normalizer, the sum is."""
     inputs = make_inputs((240, 16, 61), device=device, dtype=torch.float64)
-    inputs.target[:50] = -100  # unequal counts
+    inputs.target[:50] = -100  # different numbers of valid tokens
     whole = run_reference(inputs)
-    count = (inputs.target != -100).sum()  # an integer tensor, as transformers' num_items_in_batch is
+    count = (inputs.target != -100).sum()  # an integer tensor, as transformers' num_items_in_batch
     loss = 0.0
     for rows in torch.arange(240, device=device).chunk(4):
         part = flce_ops.linear_cross_entropy(
@@ -137,7 +138,7 @@ def test_normalizer_may_be_a_number(device, reduction, normalizer):
 
 @pytest.mark.parametrize("factor", [1.0, -0.7])
 def test_row_scale_alone_may_want_a_gradient(device, factor):
-    """Of the operator itself."""
+    """This tests the operator itself."""
     inputs = make_inputs((24, 8, 10), device=device, dtype=torch.float32, requires_grad=False)
     row_scale = torch.rand(24, device=device, requires_grad=True)
     operands = inputs.input, inputs.linear_weight, inputs.target, None, None

@@ -1,4 +1,4 @@
-"""Under Inductor the gradients that forward made are multiplied where they are, unless somebody may read them again."""
+"""Inductor multiplies the gradients that forward made in place, unless something may read them again."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -15,7 +15,7 @@ OP = "torch.ops.flce.linear_cross_entropy_upstream_.default("
 
 
 def tied_loss(weight, target):
-    """The head's first rows are the features too: their gradients meet behind the multiplication."""
+    """The head's first rows are also the features. Their gradients are added after the multiplication."""
     return flce_ops.linear_cross_entropy(weight[: target.shape[0]], weight, target)
 
 
@@ -29,7 +29,7 @@ def gradients_of(function, weight, target, factors, retain_graph=False):
 
 @pytest.mark.parametrize(("retain_graph", "large"), [(False, True), (False, False), (True, True)])
 def test_gradients_are_multiplied_in_place_where_nobody_reads_them_again(device, retain_graph, large, monkeypatch):
-    """AOTAutograd donates buffers to the backward that it compiles, unless the first one retains its graph."""
+    """AOTAutograd donates buffers to the compiled backward, unless the first backward retains its graph."""
     monkeypatch.setattr(torch_private, "WRITTEN_OVER_FROM", 12 * 8 * 4 + 1 if large else 31 * 8 * 4 + 1)
     inputs = make_inputs((12, 8, 31), device=device)
     arguments = (inputs.linear_weight, inputs.target)

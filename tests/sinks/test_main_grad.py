@@ -1,4 +1,4 @@
-"""main_grad: backward adds the gradient of linear_weight to a buffer, and forward leaves it alone."""
+"""main_grad: backward adds the gradient of linear_weight to a buffer; forward leaves the buffer unchanged."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -23,12 +23,12 @@ N, D, V = 40, 16, 61
 
 
 def buffer_of(inputs, dtype=None):
-    """Of numbers that are no zeros, so that what is written in place of added shows."""
+    """A buffer of nonzero numbers, which shows if something is written instead of added."""
     return torch.randn_like(inputs.linear_weight.detach(), dtype=dtype)
 
 
 def added(main_grad, inputs, function=flce_ops.linear_cross_entropy, cotangent=None, **options):
-    """`run`'s results, linear_weight's being what came to main_grad."""
+    """The results of `run`, with linear_weight's gradient replaced by what was added to main_grad."""
     before = main_grad.clone()
     inputs = inputs.clone()
     loss = function(*inputs.args, **inputs.options, main_grad=main_grad, **options)
@@ -39,8 +39,8 @@ def added(main_grad, inputs, function=flce_ops.linear_cross_entropy, cotangent=N
     return found | {"linear_weight": main_grad.double() - before.double()}
 
 
-# On top of autograd's own error, or plain torch's: twice what 8 seeds showed on the CPU; of float16 for sums in another
-# order on CUDA.
+# Tolerance beyond autograd's own error, or plain torch's: twice the excess that 8 seeds showed on the CPU. For float16
+# it covers sums in another order on CUDA.
 SLACK = {torch.float64: 8e-16, torch.float32: 4e-7, torch.bfloat16: 8e-4, torch.float16: 1e-5}
 
 
@@ -53,7 +53,7 @@ def test_the_gradient_is_added_and_the_others_are_autograds(device, name, reduct
     inputs = make_inputs((70, 33, 123), device=device, dtype=dtype, **made)
     cotangent = torch.randn(70 if reduction == "none" else (), device=device)
     exact = run_reference(inputs, cotangent, reduction=reduction, **options)
-    # autograd's gradients of a scalar loss are made in forward: they, or plain torch's, may be exact by luck
+    # autograd's gradients of a scalar loss are made in forward; they, or plain torch's, may be exact by luck
     usual = run(flce_ops.linear_cross_entropy, inputs, cotangent, reduction=reduction, **options)
     plain = run(plain_loss, inputs, cotangent, reduction=reduction, **options)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
@@ -90,7 +90,7 @@ def test_explain_says_why_the_gradients_are_made_in_backward():
 
 
 def test_eight_micro_batches_are_summed_with_less_error_than_in_half(device):
-    """bfloat16 operands: the buffer is float32, .grad is rounded at each of them."""
+    """With bfloat16 operands the buffer is float32, while .grad is rounded for each micro-batch."""
     inputs = make_inputs((1024, D, V), device=device, dtype=torch.bfloat16)
     exact = run_reference(inputs, reduction="sum")["linear_weight"]
     main_grad, weight = torch.zeros_like(exact, dtype=torch.float32), inputs.linear_weight
@@ -161,11 +161,14 @@ def test_of_a_frozen_trunk(device, wanted):
 
 
 def test_forwards_may_come_before_the_backwards(device):
-    """As in a pipeline; a tensor that autograd saved would be refused once the first had added to it."""
+    """As in a pipeline. If autograd saved the buffer, the second backward would be refused, because the first one
+    changed it.
+    """
     inputs = make_inputs((N, D, V), device=device)
     main_grad = torch.zeros_like(inputs.linear_weight)
     losses = [flce_ops.linear_cross_entropy(*inputs.args, main_grad=main_grad) for _ in range(2)]
-    other = (inputs.linear_weight * main_grad).sum()  # saves it, too: refused, as it has changed
+    # this product saves the buffer, so its backward is refused after the change
+    other = (inputs.linear_weight * main_grad).sum()
     for loss in losses:
         loss.backward()
     assert error(main_grad, 2 * run_reference(inputs)["linear_weight"]) < 1e-6
@@ -188,18 +191,19 @@ def test_autocast_metrics_and_a_learnt_scale(device):
 
 
 def test_no_gradient_of_linear_weight_is_held_beside_the_buffer(device):
-    """The step's peak without a matrix of its size; autograd's has one."""
+    """The step's peak has no matrix of the weight's size, while autograd's has one."""
     inputs = make_inputs((64, 512, 4001), device=device)
     main_grad = torch.zeros_like(inputs.linear_weight)
 
     def step(**options):
         flce_ops.linear_cross_entropy(*inputs.args, **options).backward()
-        inputs.input.grad = inputs.linear_weight.grad = None  # here: the next step's peak is over what this one leaves
+        # deleted here, so that the next step's peak does not start with these gradients
+        inputs.input.grad = inputs.linear_weight.grad = None
 
     peak_of = peak_on_cpu if device == "cpu" else peak_on_cuda
     with flce_ops.workspace(MiB):
         ours, autograds = (peak_of(functools.partial(step, **options)) for options in ({"main_grad": main_grad}, {}))
-    assert ours <= autograds - main_grad.nbytes + 2 * MiB  # saved logits, as float32 ones: 1 MiB
+    assert ours <= autograds - main_grad.nbytes + 2 * MiB  # saved logits, as large as float32 ones: 1 MiB
 
 
 # ---------------------------------------------------------------- torch.compile
@@ -210,7 +214,9 @@ def compiled_loss(input, linear_weight, target, main_grad):
 
 
 def test_compiled_steps_add_what_eager_ones_add():
-    """Mutation of a graph's input by its backward graph; two forwards before their backwards; create_graph refused."""
+    """The backward graph changes an input of the graph. Also two forwards before their backwards; create_graph is
+    refused.
+    """
     inputs = make_inputs((N, D, V))
     args = inputs.args[:3]
     ours, eager = buffer_of(inputs), buffer_of(inputs)
@@ -231,7 +237,7 @@ def test_compiled_steps_add_what_eager_ones_add():
 
 
 def loss_beside_a_view(input, linear_weight, target, memory):
-    """The buffer is a part of a larger one, as Megatron's are."""
+    """The buffer is part of a larger one, as in Megatron."""
     return flce_ops.linear_cross_entropy(torch.sin(input), linear_weight, target, main_grad=memory[3:])
 
 
@@ -262,7 +268,7 @@ def pipeline(loss, args, buffer):
         made.backward()
 
 
-def saved_on_cpu(loss, args, buffer):  # a copy of each saved tensor, on the CPU as well
+def saved_on_cpu(loss, args, buffer):  # also makes a CPU copy of each saved tensor
     with torch.autograd.graph.save_on_cpu():
         made = loss(*args, buffer)
     made.backward()
@@ -276,7 +282,7 @@ def test_the_buffer_may_change_between_a_compiled_forward_and_its_backward(devic
     ours = torch.randn(rows, D, device=device)
     eager = ours.clone()
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    # torch refuses retain_graph of a compiled backward that may write over what it saved
+    # torch refuses retain_graph for a compiled backward that may overwrite what it saved
     with torch._functorch.config.patch(donated_buffer=False):
         for schedule in (forwards_first, backward_twice, zeroed_between, pipeline, saved_on_cpu):
             schedule(compiled, inputs.args[:3], ours)
@@ -288,7 +294,7 @@ def test_the_buffer_may_change_between_a_compiled_forward_and_its_backward(devic
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("in_the_graph", [True, False])
 def test_another_reader_of_the_buffer_is_refused_beside_a_compiled_loss(backend, in_the_graph):
-    """As in eager: what was saved of the buffer has changed."""
+    """As in eager mode: the saved buffer has changed."""
     inputs = make_inputs((N, D, V))
     args, main_grad = inputs.args[:3], torch.zeros_like(inputs.linear_weight)
 
@@ -427,7 +433,7 @@ def data_parallel(device):
 
     sharded = Head(weight)
     fully_shard(sharded)
-    of_fsdp = torch.zeros_like(weight)  # of the weight that is gathered, a plain tensor inside the module's forward
+    of_fsdp = torch.zeros_like(weight)  # for the gathered weight, which is a plain tensor inside the module's forward
     for input, target in micro_batches:
         sharded(input, target, of_fsdp).backward()
     dist.all_reduce(of_fsdp)

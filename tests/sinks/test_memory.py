@@ -1,4 +1,4 @@
-"""Peak temporary memory is the workspace, whatever the number of tokens; the logits never exist."""
+"""Peak temporary memory is the workspace, whatever the number of tokens. The logits never exist as a whole."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -17,7 +17,7 @@ WORKSPACE = 4 * MiB
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most numbers of a tensor that an operator gave back, not of what its kernel makes."""
+    """Records the largest tensor that an operator returns; it does not see what its kernel allocates."""
 
     numel = 0
 
@@ -28,7 +28,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def peak_on_cpu(step) -> int:
-    """Largest sum of live allocations above the start, from the profiler's allocation events."""
+    """The largest sum of live allocations above the start, from the profiler's allocation events."""
     step()
     with torch.profiler.profile(profile_memory=True) as profile:
         step()
@@ -75,9 +75,9 @@ def test_temporary_memory_stays_within_the_workspace(device, everything, reducti
     made = {"bias": True, "weight": True, "token_weight": True} if everything else {}
     options = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1} if everything else {}
     inputs = make_inputs((N, D, V), device=device, dtype=dtype, **made)
-    with flce_ops.workspace(WORKSPACE, retained=0):  # tests/sinks/test_saved_logits.py
+    with flce_ops.workspace(WORKSPACE, retained=0):  # tests/sinks/test_saved_logits.py tests saved logits
         ours = peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options)
-    # with lse known, CUDA's half kernel cuts the vocabulary instead of the rows
+    # if lse is known, CUDA's half kernel divides the vocabulary instead of the rows
     assert flce_ops.last_path().chunks > 4 or flce_ops.last_path().implementation == "triton"
     temporary = ours - results(inputs)
     assert temporary <= WORKSPACE + SMALL_CHANGE, f"{temporary / MiB:.1f} MiB"
@@ -116,7 +116,7 @@ EVERY_TERM = {"softcap": 5.0, "label_smoothing": 0.1}
 @pytest.mark.parametrize("options", [{}, EVERY_TERM], ids=["plain", "every term"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_on_a_cpu_only_the_products_of_a_chunk_exist_whole(reduction, options, dtype):
-    """The softmax of half operands runs in float32 over blocks that stay in the cache."""
+    """The softmax of half operands runs in float32 on blocks that stay in the cache."""
     inputs = make_inputs((1000, 8, 16003), dtype=dtype, bias=True)  # two chunks or four
     with flce_ops.workspace(retained=0):
         temporary = peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction, **options) - results(inputs)
@@ -127,7 +127,9 @@ def test_on_a_cpu_only_the_products_of_a_chunk_exist_whole(reduction, options, d
 
 @pytest.mark.parametrize("tokens", [2048, 4096], ids="{} tokens".format)
 def test_on_a_cpu_the_weight_gradient_is_summed_in_float32_over_more_than_eight_chunks(tokens):
-    """Up to eight, rounding the sum costs less than rounding the logits did. The copy is made class by class."""
+    """Up to eight chunks, rounding the sum costs less accuracy than rounding the logits did. The float32 sum is copied
+    class by class.
+    """
     hidden, vocab = 512, 4003
     inputs = make_inputs((tokens, hidden, vocab), dtype=torch.bfloat16)
     with flce_ops.workspace(WORKSPACE):
@@ -135,12 +137,12 @@ def test_on_a_cpu_the_weight_gradient_is_summed_in_float32_over_more_than_eight_
     path = flce_ops.last_path()
     assert (path.chunks > 8) == (tokens == 4096), path
     expected = path.rows_per_chunk * vocab * 2 + 4 * vocab * hidden * (tokens == 4096)
-    # slices of 2 MiB and their float32 copies, where the whole product would take 12 MiB with its own
+    # slices of 2 MiB and their float32 copies; a whole product would take 12 MiB with its copy
     assert expected <= temporary <= expected + 8 * MiB, f"{(temporary - expected) / MiB:.1f} MiB"
 
 
 def test_on_a_cpu_the_float32_sum_of_the_weight_gradient_is_part_of_the_workspace():
-    inputs = make_inputs((12000, 256, 8000), dtype=torch.bfloat16)  # a sum of 8 MiB
+    inputs = make_inputs((12000, 256, 8000), dtype=torch.bfloat16)  # the float32 sum has 8 MiB
     with flce_ops.workspace(20 * MiB):
         temporary = peak_of(flce_ops.linear_cross_entropy, inputs) - results(inputs)
     assert flce_ops.last_path().chunks > 8
@@ -148,7 +150,7 @@ def test_on_a_cpu_the_float32_sum_of_the_weight_gradient_is_part_of_the_workspac
 
 
 def test_the_measure_sees_the_logits_of_plain_torch(device):
-    """Guards the guard: the same measurement of F.cross_entropy(F.linear(...)) finds two copies of the logits."""
+    """Tests the measurement itself: for F.cross_entropy(F.linear(...)) it finds two copies of the logits."""
     inputs = make_inputs((N, D, V), device=device)
     assert peak_of(plain_loss, inputs) > 2 * N * V * 4
     ours = peak_of(flce_ops.linear_cross_entropy, inputs)
@@ -156,7 +158,7 @@ def test_the_measure_sees_the_logits_of_plain_torch(device):
 
 
 def test_one_copy_of_the_weight_gradient(device):
-    """The gradient made in forward becomes .grad without a second copy beside it."""
+    """The gradient made in forward becomes .grad without another copy."""
     inputs = make_inputs((64, 512, 8009), device=device, dtype=torch.bfloat16)  # dW: 7.8 MiB
     inputs.input.requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""Logits that wait from the forward operator to the backward one: the same bits, in a budget, wherever they may."""
+"""Logits saved by the forward operator for backward: the same bits, within a budget, wherever it is allowed."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -43,7 +43,7 @@ FUNCTIONS = {
 
 
 def gradients(function, inputs, retained, **options):
-    """And how many rows backward said it was given."""
+    """Returns also the number of rows for which backward got saved logits."""
     with flce_ops.workspace(1, retained=retained):
         found = function(*inputs.args)
         grads = torch.autograd.grad(found.sum(), list(inputs.leaves.values()), **options)
@@ -53,7 +53,7 @@ def gradients(function, inputs, retained, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_saved_logits_give_the_bits_of_those_made_again(name, dtype, poisoned_memory):
-    """All of them, and some: chunks of 64 rows, of which the 30 % that are ignored take none."""
+    """For all logits and for some: chunks of 64 rows; the 30 % of ignored tokens need no saved rows."""
     inputs = make_inputs((N, D, V), dtype=dtype, bias=True, ignored=0.3)
     expected, rows = gradients(FUNCTIONS[name], inputs, 0)
     assert rows == 0
@@ -114,7 +114,7 @@ def test_freed_after_backward_and_kept_by_retain_graph():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpointed_regions(way):
-    """Only the reentrant one runs its second forward as others do, right before backward."""
+    """Only a reentrant region runs its second forward as an ordinary one, directly before backward."""
     inputs = make_inputs((N, D, V), dtype=torch.float64)
     expected = run(losses, inputs)
 

@@ -1,4 +1,4 @@
-"""Which entries of a row a sparse gradient keeps: their mean, variance and sums, and what the draws depend on."""
+"""Which entries of a row a sparse gradient keeps: their mean, variance and sums, and what decides the draws."""
 
 # N tokens, n rows, D hidden, V vocabulary
 
@@ -10,7 +10,7 @@ from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, r
 
 
 def probabilities(n=1, num_classes=2500):
-    """Rows of G with one target, (n, V) float64: the same row n times."""
+    """Rows of G with one target, (n, V) float64; all n rows are equal."""
     logits = -torch.log1p(torch.arange(num_classes, dtype=torch.float64))[torch.randperm(num_classes)]
     logits += 1.5 * torch.randn(num_classes, dtype=torch.float64)
     p = logits.softmax(0)
@@ -51,7 +51,7 @@ def test_the_mean_of_an_entry_is_the_entry_and_its_variance_as_predicted():
     assert drawn.sum() > 50
     assert z.abs().max() < 5.5
     assert 0.8 < z.square().mean() < 1.25
-    rare = ~drawn & (one.abs() < threshold)  # together: each far below one unit of q as well
+    rare = ~drawn & (one.abs() < threshold)  # tested together, because each is far below one unit of q
     total, expected = (found[:, rare] != 0.0).sum(), n * one[rare].abs().sum() / threshold
     assert abs(total - expected) < 5.5 * expected.sqrt()
     ratio = found[:, drawn].var(0) / variance[drawn]

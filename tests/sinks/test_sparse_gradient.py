@@ -1,4 +1,4 @@
-"""A sparse logit gradient: what it keeps, its mean and variance over seeds, and that nothing else decides on it."""
+"""A sparse logit gradient: what it keeps, its mean and variance over seeds, and that nothing else affects it."""
 
 # N tokens, n rows, D hidden, V vocabulary
 
@@ -45,7 +45,7 @@ def test_drop_is_the_dense_gradient_without_small_entries(options):
 
 
 def dense_without(inputs, mode, options):
-    """The two matrix gradients from all logits, in float64."""
+    """The gradients of both matrices from all logits, in float64."""
     x, w, y, b = (tensor.detach() for tensor in inputs.args)
     scale = options.get("logit_scale", 1.0) / options.get("temperature", 1.0)
     z = scale * (x @ w.T + b)
@@ -64,7 +64,7 @@ def dense_without(inputs, mode, options):
 
 
 def test_gradients_approach_the_exact_ones_as_one_over_the_root_of_the_draws():
-    """Element by element, within the variance that independent tokens predict for grad_linear_weight."""
+    """For each element, within the variance of grad_linear_weight that independent tokens predict."""
     draws, (tokens, hidden, num_classes) = 360, (6, 4, 60)
     inputs = make_inputs((tokens, hidden, num_classes), dtype=torch.float64, ignored=0.0)
     _, exact = gradients(inputs)
@@ -78,7 +78,7 @@ def test_gradients_approach_the_exact_ones_as_one_over_the_root_of_the_draws():
         assert z.abs().max() < 5.0
         few = (samples.view(24, -1, *truth.shape).mean(1) - truth).square().mean().sqrt()
         many = (samples.view(4, -1, *truth.shape).mean(1) - truth).square().mean().sqrt()
-        assert 0.2 < many / few < 0.8  # of six times as many draws: 0.41
+        assert 0.2 < many / few < 0.8  # with six times as many draws 0.41 is expected
     x, w, y, _ = (None if tensor is None else tensor.detach() for tensor in inputs.args)
     g = (x @ w.T).softmax(1)
     g[torch.arange(tokens), y] -= 1.0
@@ -88,7 +88,7 @@ def test_gradients_approach_the_exact_ones_as_one_over_the_root_of_the_draws():
 
 
 def tiles_by_hand(g, large, column):
-    """What is kept of G, by loops over tiles."""
+    """The entries of G that are kept, by loops over tiles."""
     out, (n, num_classes) = torch.zeros_like(g), g.shape
     for i in range(0, n, 128):
         for j in range(0, num_classes, 128):
@@ -101,7 +101,7 @@ def tiles_by_hand(g, large, column):
 
 @pytest.mark.parametrize("order", [False, True], ids=["ids", "an order"])
 def test_tiles_of_small_entries_without_a_target_are_left_out(order):
-    """Against float64 by hand, tokens that are ignored left out before tiles are formed."""
+    """Compared with a float64 computation by hand, which drops ignored tokens before it forms tiles."""
     tokens, hidden, num_classes = 300, 6, 700
     inputs = make_inputs((tokens, hidden, num_classes), dtype=torch.float64, bias=True, weight=True)
     place = torch.randperm(num_classes) if order else torch.arange(num_classes)
@@ -178,7 +178,7 @@ def test_a_compiled_graph_refuses_an_order_that_is_no_permutation(options, backe
 
 @pytest.mark.parametrize("topk", [0, 3])
 def test_no_class_becomes_ignore_index_where_an_order_places_it(topk):
-    """Every class is a target, and ignore_index is one of the classes."""
+    """Every class is a target, and ignore_index is the number of a class."""
     num_classes, ignored = 31, 4
     inputs = make_inputs((num_classes, 5, num_classes), dtype=torch.float64, bias=True)
     target = torch.arange(num_classes, dtype=torch.int32)

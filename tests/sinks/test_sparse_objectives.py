@@ -1,4 +1,4 @@
-"""A sparse gradient of every objective: the exact logit gradient, its small entries sampled, and two products."""
+"""Sparse gradients of every objective: the exact logit gradient, its small entries sampled, and two matrix products."""
 
 # N tokens, K classes, D hidden, V vocabulary
 
@@ -17,7 +17,7 @@ N, K = SHAPE[0], 3
 
 
 def of_token(*shape):
-    """Numbers that a user might weigh tokens with: of both signs, and a 0."""
+    """Weights of tokens, as a user might give them: of both signs, and a 0."""
     values = torch.randn(N, *shape, dtype=torch.float64)
     values[3] = 0.0
     return values
@@ -34,14 +34,14 @@ def loss_of_logits(z, target, **options):
 
 
 class Case:
-    """An objective through the operator, the same of dense logits z, and its slopes l by each row's lse."""
+    """An objective: by the operator, by dense logits z, and its slope l with respect to each row's lse."""
 
     def __init__(self, ours, dense, slope, **logits):
         self.ours, self.dense, self.slope, self.logits = ours, dense, slope, logits
 
 
 def losses_case(reduction, grad_output=None, **options):
-    """A loss of linear_cross_entropy; `slope` of one token is (1 - eps) w_y + eps mean(w) + 2 z_loss lse."""
+    """A loss of linear_cross_entropy. The `slope` of a token is (1 - eps) w_y + eps mean(w) + 2 z_loss lse."""
     logits = {name: options.pop(name) for name in ("softcap", "logit_scale") if name in options}
 
     def ours(inputs, **chosen):
@@ -106,7 +106,7 @@ def policy_case(reduction):
 
 
 def soft_case(reduction):
-    """Soft targets, of which classes may be equal or ignore_index."""
+    """Soft targets; some classes of a token are equal, some are ignore_index."""
     q = torch.rand(N, K, dtype=torch.float64)
 
     def targets(inputs):
@@ -151,7 +151,7 @@ CASES = {
 
 
 def expected_gradients(case, inputs, chosen):
-    """Of input, linear_weight and linear_bias, from all logits."""
+    """The gradients of input, linear_weight and linear_bias, from all logits."""
     x, w, _, b = (tensor.detach() for tensor in inputs.args)
     logits = case.logits
     u = (x @ w.T + b).requires_grad_()
@@ -195,7 +195,8 @@ def test_the_mean_of_many_draws_is_off_by_what_their_variance_predicts(name):
     found = [torch.autograd.grad(case.ours(inputs, **sparse(2.0**-7, seed=seed)), leaves) for seed in range(draws)]
     of_input, of_weight = map(torch.stack, zip(*found))
     variance = of_input.var(0)
-    drawn = variance > 1e-6 * variance.max()  # tokens of slope 0, or whose target takes all, have none
+    # tokens with slope 0, or whose target has all of the probability, have no variance
+    drawn = variance > 1e-6 * variance.max()
     z = (of_input.mean(0) - exact[0])[drawn] / (variance[drawn] / draws).sqrt()
     assert 0.5 < z.square().mean() < 2.0
     ratio = (of_weight.mean(0) - exact[1]).square().sum() / (of_weight.var(0).sum() / draws)

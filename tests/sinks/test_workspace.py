@@ -1,4 +1,6 @@
-"""Which workspace is in force: blocks nested, overlapping in threads, left open; set_workspace among them."""
+"""Which workspace applies: nested blocks, overlapping blocks in threads, blocks left open, and set_workspace between
+them.
+"""
 
 # N tokens, D hidden, V vocabulary
 
@@ -18,7 +20,7 @@ from flce_ops import get_workspace, set_workspace, workspace
 from flce_ops.support import workspace as budgets
 
 DEFAULT = 512 * 2**20
-SHAPE = (300, 8, 2000)  # 5 chunks in the least workspace
+SHAPE = (300, 8, 2000)  # 5 chunks with the smallest workspace
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def nothing_left_behind():
 
 @pytest.fixture
 def threads():
-    """Three threads that do one thing at a time."""
+    """Three threads that run one task at a time."""
     pools = [ThreadPoolExecutor(1) for _ in range(3)]
     yield [lambda function, pool=pool: pool.submit(function).result() for pool in pools]
     for pool in pools:
@@ -64,7 +66,7 @@ def test_blocks_of_one_size_are_not_taken_for_each_other():
 
 
 def test_a_block_acts_on_calls_and_backward_in_other_threads(device, threads):
-    """On CUDA backward runs in a thread of autograd's, which inherits no context from the one that called it."""
+    """On CUDA, backward runs in a thread of autograd's, which does not inherit the caller's context."""
     inputs = make_inputs(SHAPE, device=device, dtype=torch.float32)
     losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
     with workspace(1):
@@ -119,7 +121,7 @@ def test_set_workspace_inside_a_block_holds_at_once_and_stays(threads):
     with workspace(2**20):
         threads[0](lambda: set_workspace(2**24))
         assert get_workspace() == 2**24
-        with workspace(2**21):  # entered after it
+        with workspace(2**21):  # entered after the other block
             assert get_workspace() == 2**21
         assert get_workspace() == 2**24
     assert get_workspace() == 2**24
@@ -156,7 +158,7 @@ def test_so_few_bytes_that_mib_are_meant_are_warned_of(function, argument, monke
 
 
 class ChangesAtEachReading(list):
-    """In place of the open blocks: another workspace every time a kernel asks."""
+    """Replaces the open blocks: every time a kernel asks, the workspace is different."""
 
     def __getitem__(self, index):
         self.append(None)
@@ -174,7 +176,7 @@ def test_results_are_right_when_another_thread_changes_the_workspace_during_a_ca
     inputs = make_inputs(SHAPE, dtype=torch.float64)
     exact = torch.autograd.grad(call(*inputs.args), inputs.args[:2])
     readings = ChangesAtEachReading()
-    with monkeypatch.context() as patched:  # gone before nothing_left_behind looks
+    with monkeypatch.context() as patched:  # undone before nothing_left_behind looks
         patched.setattr(sys.modules["flce_ops.support.workspace"]._temporary, "blocks", readings)
         found = torch.autograd.grad(call(*inputs.args), inputs.args[:2])
     assert len(readings) > 1
@@ -183,7 +185,7 @@ def test_results_are_right_when_another_thread_changes_the_workspace_during_a_ca
 
 
 def test_a_block_inside_a_compiled_function_is_a_graph_break():
-    """A graph would run with the workspace that is in force outside, without a word."""
+    """A graph would silently use the workspace that applies outside."""
     inputs = make_inputs(SHAPE, dtype=torch.float32, requires_grad=False)
 
     def chunked(*args):

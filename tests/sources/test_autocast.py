@@ -1,4 +1,4 @@
-"""Autocast: dtypes and numbers of F.cross_entropy(F.linear(...)) under the same autocast."""
+"""Under autocast, dtypes and numbers are those of F.cross_entropy(F.linear(...)) under the same autocast."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -10,7 +10,8 @@ from reference_loss import error, plain_loss, run
 import flce_ops
 
 HALVES = [torch.bfloat16, torch.float16]
-ROUNDED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # two results in half, one tanh apart
+# the difference of two half results, with a tanh in only one of them
+ROUNDED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 def under_autocast(function, half, device, *args, **options):
@@ -38,13 +39,13 @@ def test_float32_operands_under_autocast(device, everything, reduction, half):
     # it did compute in half: the result is that of half operands, not of float32 ones
     half_operands = [t.detach().to(half) if t is not None and t.is_floating_point() else t for t in inputs.args]
     expected = flce_ops.linear_cross_entropy(*half_operands, **inputs.options, reduction=reduction, **options)
-    assert error(found["loss"], expected.detach()) < 1e-6  # the paths with and without gradients sum in other orders
+    assert error(found["loss"], expected.detach()) < 1e-6  # paths with and without gradients sum in different orders
 
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_half_hidden_states_with_a_float32_head(device, reduction, half):
-    """What a model under autocast hands over: hidden states in half, parameters in float32."""
+    """As a model under autocast calls it: hidden states in half, parameters in float32."""
     inputs = make_inputs(device=device, dtype=torch.float32, bias=True)
     hidden = inputs.input.detach().to(half).requires_grad_()
     leaves = (hidden, inputs.linear_weight, inputs.linear_bias)
@@ -69,7 +70,7 @@ def test_mixed_dtypes_without_autocast_are_refused(device):
 
 
 def test_float64_operands_stay_float64_under_autocast(device):
-    """F.linear under autocast leaves float64 alone."""
+    """F.linear under autocast does not change float64."""
     inputs = make_inputs(device=device, dtype=torch.float64)
     with torch.autocast(device, torch.bfloat16):
         loss = flce_ops.linear_cross_entropy(*inputs.args)
@@ -100,7 +101,7 @@ def test_backward_outside_or_inside_the_autocast_region(device, reduction):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_sums_over_given_logits_are_not_made_in_half(device, reduction, half):
-    """Class weights times logits of 2000 overflow float16."""
+    """Class weights times logits of 2000 would overflow float16."""
     logits = (2000.0 * torch.randn(7, 31, device=device)).to(half).requires_grad_()
     target = torch.arange(7, device=device)
     options = {"weight": torch.arange(900.0, 931.0, device=device), "label_smoothing": 0.1, "reduction": reduction}
@@ -125,7 +126,7 @@ def test_derivatives_inside_autocast_of_a_loss_that_was_made_outside(device):
 
 
 def test_loss_scaling_keeps_small_float16_gradients(device):
-    """GradScaler multiplies the loss by 2^16: what a plain float16 gradient would flush to 0 survives."""
+    """GradScaler multiplies the loss by 2^16, so small gradients survive that would be 0 in float16."""
     inputs = make_inputs((400, 16, 1021), device=device, dtype=torch.float16)
     exact = inputs.clone(torch.float64)
     scale = 2.0**16
@@ -139,7 +140,7 @@ def test_loss_scaling_keeps_small_float16_gradients(device):
 
 
 def test_unscaled_float16_gradients_are_no_worse_than_plain_torch(device):
-    """Mean over many tokens: entries of the logits' gradient near 1e-7, subnormal in float16."""
+    """In a mean over many tokens, entries of the logits' gradient are near 1e-7, subnormal in float16."""
     inputs = make_inputs((2048, 16, 509), device=device, dtype=torch.float16)
     exact = run(plain_loss, inputs.clone(torch.float64))
     plain, ours = run(plain_loss, inputs), run(flce_ops.linear_cross_entropy, inputs)

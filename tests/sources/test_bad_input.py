@@ -1,4 +1,4 @@
-"""Bad input raises before any work; the message names the argument, what was expected and what came."""
+"""Wrong arguments raise before any work. The message names the argument, what was expected and what was given."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -26,7 +26,7 @@ def good():
     }
 
 
-# what is wrong, changed arguments, error, every one of these patterns is in the message
+# the wrong argument, changed arguments, error, patterns that the message must contain
 CASES = [
     ("input without dimensions", {"input": torch.randn(())}, ValueError, ["input", r"\(\.\.\., D\)", "0-d"]),
     ("integer input", {"input": torch.ones(N, D, dtype=torch.int64)}, TypeError, ["input", "float", "int64"]),
@@ -37,7 +37,7 @@ CASES = [
         "weight of rank 3",
         {"linear_weight": torch.randn(1, V, D)},
         ValueError,
-        ["target", r"\(6, 9\)", "linear_weight", r"\(1, 9, 4\)"],  # a K-dimensional loss
+        ["target", r"\(6, 9\)", "linear_weight", r"\(1, 9, 4\)"],  # in a K-dimensional loss
     ),
     ("other D", {"linear_weight": torch.randn(V, 5)}, ValueError, ["linear_weight", r"\(V, 4\)", r"\(9, 5\)"]),
     (
@@ -163,7 +163,7 @@ def test_options_cannot_be_passed_by_position():
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_target_out_of_range_is_an_index_error(wants_gradient, reduction, dtype, bad):
-    """Never a silent number. On CUDA: a device-side assert, see test_cuda_contract.py."""
+    """It never gives a number silently. On CUDA it is a device-side assert, see test_cuda_contract.py."""
     arguments = good()
     arguments["target"] = arguments["target"].to(dtype)
     arguments["target"][3] = bad
@@ -195,7 +195,7 @@ def test_class_weights_do_not_hide_a_target_out_of_range():
 
 
 def test_inner_operators_refuse_too():
-    """Users of the operators themselves (sharded heads) get the same names."""
+    """Direct callers of the operators (sharded heads) get the same messages."""
     flce = torch.ops.flce
     x, w, t, b = good().values()
     with pytest.raises(ValueError, match=r"linear_cross_entropy_forward.*input.*\(N, D\).*\(1, 6, 4\)"):
@@ -254,9 +254,9 @@ OTHERS = ("3", [1.0], 1j, True, 2, 2.5, None, torch.tensor(2), numpy.ones(2))
 
 
 def fits(value, hint):
-    """As a user reads the signature."""
+    """Checks a value against a type hint, as a reader of the signature would."""
     kinds = hint.__args__ if hasattr(hint, "__args__") else (hint,)
-    kinds = {type(kind) if isinstance(kind, str) else kind for kind in kinds}  # a Literal's names
+    kinds = {type(kind) if isinstance(kind, str) else kind for kind in kinds}  # a Literal's types
     if isinstance(value, (bool, str, torch.Tensor)) or value is None:
         return type(value) in kinds
     return float in kinds if isinstance(value, float) else isinstance(value, int) and {int, float} & kinds
@@ -268,7 +268,7 @@ def fits(value, hint):
         pytest.param(function, name, id=f"{function.__name__}-{name}")
         for function in FUNCTIONS
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("options", "return_metrics")  # which say themselves what they take
+        if name not in ("options", "return_metrics")  # they have their own errors for wrong types
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(function, name):
@@ -327,7 +327,7 @@ def test_an_integer_that_is_too_large_is_refused_by_the_modules_name(module):
             module(D, V, **{name: value})
 
 
-# ---------------------------------------------------------------- arguments in another's place
+# ---------------------------------------------------------------- swapped arguments
 
 ADVANTAGES = torch.randn(N)
 INDICES_OF_CLASSES = "class indices have; are {0} and target swapped"
@@ -391,7 +391,7 @@ def test_the_plan_refuses_by_name_and_hands_on_what_it_does_not_know():
     with pytest.raises(TypeError, match="^VocabParallel: no argument is named input_layout; .*input_layouts"):
         VocabParallel(input_layout=None)
     args, named = VocabParallel()._to_dtensors(None, None, ("an input", "a target", "a third"), {"labels": 1})
-    assert args == ("a third",)  # forward takes two
+    assert args == ("a third",)  # forward takes two arguments
     assert named == {"input": "an input", "target": "a target", "labels": 1}
 
 
@@ -409,7 +409,7 @@ def test_a_patch_refuses_arguments_by_name(name):
             function(*given, threshold=0.1)
 
 
-# ---------------------------------------------------------------- explain, and what traces
+# ---------------------------------------------------------------- explain, and tracing
 
 
 def test_explain_names_what_it_misses():
@@ -452,6 +452,6 @@ def test_symbolic_tracing_of_a_module_is_refused_by_name(module):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_export_to_onnx_is_refused_by_name(function):
-    """By the exporter that needs no package; test_decompositions.py exports what the message says."""
+    """With the exporter that needs no additional package. test_decompositions.py exports as the message advises."""
     with pytest.raises(NotImplementedError, match=rf"^{function.__name__}: ONNX has no such operator; "):
         torch.onnx.export(Scored(function), tuple(FUNCTIONS[function].values()), io.BytesIO(), dynamo=False)

@@ -1,4 +1,4 @@
-"""cross_entropy of given logits: loss, gradients, logits that are handed over, what composes, the Triton kernels."""
+"""cross_entropy of given logits: loss, gradients, logits that may be overwritten, composition, the Triton kernels."""
 
 # N tokens, V vocabulary
 
@@ -24,7 +24,7 @@ OPTIONS = [
 
 
 def make_logits(shape=(37, 131), *, device="cpu", dtype=torch.float32, options=()):
-    """Logits (N, V), targets, and the options with their tensors made."""
+    """Returns logits (N, V), targets, and the options, with tensors for those that need them."""
     inputs = make_inputs((shape[0], 24, shape[1]), device=device, dtype=torch.float32, weight=True, token_weight=True)
     logits = F.linear(inputs.input, inputs.linear_weight).detach().to(dtype)
     made = dict(options)
@@ -36,7 +36,7 @@ def make_logits(shape=(37, 131), *, device="cpu", dtype=torch.float32, options=(
 
 
 def dense(logits, target, *, reduction="mean", **options):
-    """The definition, on logits in float64 or in their own dtype's float32 copy, as a user writes it."""
+    """The definition, on float64 logits, or on the float32 copy of other logits, as a user writes it."""
     softcap, scale = options.pop("softcap", None), options.pop("logit_scale", 1.0)
     temperature, z_loss = options.pop("temperature", 1.0), options.pop("z_loss", 0.0)
     token_weight, weight = options.pop("token_weight", None), options.pop("weight", None)
@@ -77,14 +77,14 @@ def test_loss_and_gradient_agree_with_float64_as_plain_torch_does(device, dtype,
     cotangent = cotangent.to(plain[0].dtype)
     found = value_and_gradient(flce_ops.cross_entropy, logits, target, cotangent, **arguments)
     assert found[0].dtype == plain[0].dtype and found[1].dtype == dtype
-    # a gradient made in forward is rounded a second time, when the loss's own gradient arrives
+    # a gradient made in forward is rounded again when it is multiplied by the loss's own gradient
     rounding = torch.finfo(dtype).eps / 2
     for ours, usual, right in zip(found, plain, exact):
         usual = error(usual, right)
         assert error(ours, right) <= max(2 * usual, usual + rounding) + 1e-6
 
 
-@pytest.mark.parametrize("classes", [5003, 40009, 90001])  # in registers, and with others that are read twice
+@pytest.mark.parametrize("classes", [5003, 40009, 90001])  # blocks in registers, and more blocks, which are read twice
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_several_blocks(device, dtype, classes, poisoned_memory):
     logits = (3.0 * torch.randn(4, classes, device=device)).to(dtype)
@@ -159,7 +159,7 @@ def test_compiled_in_one_graph_with_the_memory_of_dead_logits(handed_over):
 
 
 def test_logits_that_enter_a_compiled_graph_and_a_part_of_them():
-    """What was computed before the graph is not written over in it: its outputs would have no gradient."""
+    """A graph must not overwrite logits computed before it, because its outputs would then have no gradient."""
     logits, target, _ = make_logits((36, 131))
     target = target.view(4, 9)
 
@@ -179,7 +179,7 @@ def test_logits_that_enter_a_compiled_graph_and_a_part_of_them():
 
 
 def test_the_compiler_keeps_logits_that_are_read_afterwards():
-    """A declared mutation: what the graph reads behind it is the gradient, in eager mode as well."""
+    """The operator declares its mutation. What the graph reads afterwards is the gradient, as in eager mode."""
     logits, target, _ = make_logits()
 
     def both(x):
@@ -281,7 +281,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
-    """What ATen would be asked for beside it are launches of a few microseconds each."""
+    """ATen operations beside it would be launches of a few microseconds each."""
     logits, target, _ = make_logits()
     logits.requires_grad_()
     with Calls() as calls:
@@ -312,7 +312,7 @@ def test_operators(dtype, options):
         opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, None, denominator), numbers)
     lse, rest = (flce.cross_entropy_forward(logits.detach(), target, None)[index] for index in (1, 4))
     opcheck(flce.cross_entropy_backward.default, (rest, lse, None, logits, target, None, lse, rest), numbers)
-    # a leaf that wants a gradient cannot be overwritten
+    # a leaf that requires a gradient cannot be overwritten
     for op, others in ((flce.cross_entropy_.default, ()), (flce.cross_entropy_with_grad_.default, (None, scale))):
         opcheck(op, (logits.detach(), target, *others), {})
     opcheck(flce.cross_entropy_metrics_.default, (logits.detach(), target), {})

@@ -1,4 +1,4 @@
-"""Logits that are handed over: their gradient is written over them, or autograd refuses; nobody reads a wrong one."""
+"""With inplace_backward the gradient overwrites the logits, or autograd refuses. No one reads wrong logits."""
 
 # N tokens, V vocabulary
 
@@ -22,7 +22,7 @@ def test_the_gradient_is_written_over_logits_that_are_handed_over(device, option
     loss = in_place(made if made_as == seen_as else made.view(seen_as), target, **options)
     assert flce_ops.last_path().op == "cross_entropy_with_grad_"
     assert torch.equal(made.detach().view(-1, 131), expected[1])
-    for factor in (1.0, 3.0):  # the first backward is not the last
+    for factor in (1.0, 3.0):  # with the first factor it is not the last backward
         (grad,) = torch.autograd.grad(factor * loss, leaf, retain_graph=factor == 1.0)
         torch.testing.assert_close(grad, factor * expected[1])
     assert torch.equal(loss, expected[0])
@@ -45,7 +45,7 @@ UNTOUCHED = {
 
 @pytest.mark.parametrize("case", UNTOUCHED)
 def test_logits_that_somebody_may_read_stay(case, monkeypatch):
-    """Also those that were handed over, where autograd does not allow it: no operator that writes over them runs."""
+    """Logits are also kept if overwriting was allowed but autograd does not permit it. No overwriting operator runs."""
     logits, target, _ = make_logits()
     leaf = logits.clone().requires_grad_()
     UNTOUCHED[case](leaf, target)
@@ -91,10 +91,10 @@ ASKED = {
 }
 
 
-# No hook on a view: torch 2.13 crashes where one is set after the base was written to, by any operation.
+# No hook on a view: torch 2.13 crashes if a hook is set after any operation wrote to the base.
 @pytest.mark.parametrize(("view", "ask"), [*((False, ask) for ask in ASKED), (True, "retain_grad")])
 def test_a_gradient_of_the_logits_that_is_asked_for_after_handing_them_over_is_refused(view, ask):
-    """No gradient reaches them any more: z.grad would stay None in silence."""
+    """No gradient reaches these logits any more, so z.grad would silently stay None."""
     logits, target, _ = make_logits()
     made = (logits.requires_grad_().view(-1) * 2.0).view(37, 131) if view else logits.requires_grad_() * 2.0
     loss = in_place(made, target)
@@ -122,7 +122,7 @@ def test_a_gradient_of_the_logits_that_is_asked_for_before_handing_them_over_arr
 
 
 def test_a_gradient_of_logits_that_were_copied_is_still_theirs():
-    """The gradient is written over the copy."""
+    """The gradient overwrites the copy."""
     logits, target, _ = make_logits((36, 50))
     made = (logits.requires_grad_().view(4, 9, 50) * 1.0)[:, :-1]
     loss = in_place(made, target.view(4, 9)[:, 1:])
@@ -150,7 +150,7 @@ def hooked(view):
 
 @pytest.mark.parametrize("way", [lambda z: Reversed.apply(z).view(37, 131), lambda z: hooked(z.view(-1))])
 def test_the_gradient_goes_back_through_the_views_of_handed_over_logits(way):
-    """Not past them to what they are views of."""
+    """Not further, to the tensor they are views of."""
     logits, target, _ = make_logits()
     expected = value_and_gradient(lambda x, y: dense(way(x * 1.0), y), logits, target)
     found = value_and_gradient(lambda x, y: in_place(way(x * 1.0), y), logits, target)

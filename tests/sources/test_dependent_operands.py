@@ -1,4 +1,4 @@
-"""Operands that are made from one another, as with tied embeddings: no path between them is taken twice."""
+"""Operands computed from one another, as with tied embeddings: no path between them is counted twice."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -52,7 +52,7 @@ OPTIONS = {"softcap": 5.0, "z_loss": 0.01, "label_smoothing": 0.1}
 
 
 def derivatives(function, made, w, target, **options):
-    """The gradient by w, the same with a graph, and the gradient of a projection of that."""
+    """The gradient by w, the same gradient with a graph, and the gradient of a projection of that."""
     w = w.detach().clone().requires_grad_()
     arguments = made(w, target)
     if made is one_tensor_as_input_and_weight:

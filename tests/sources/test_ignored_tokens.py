@@ -1,4 +1,4 @@
-"""Ignored tokens cost nothing on a CPU, and whatever their rows hold, nan included, has no effect on anything."""
+"""Ignored tokens cost nothing on a CPU. The contents of their rows, even nan, have no effect."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -24,11 +24,11 @@ from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS
 N, D, V = 60, 16, 61
 SHARES = [0.0, 0.5, 0.99, 1.0]
 BAD = [torch.nan, torch.inf, -torch.inf]
-TOLERANCE = 1e-12  # float64, another order of sums
+TOLERANCE = 1e-12  # float64, with sums in another order
 
 
 def problem(share, bad=torch.nan, tokens=N, dtype=torch.float64, device="cpu", **made):
-    """Rows of ignored tokens hold `bad`."""
+    """Rows of ignored tokens contain `bad`."""
     inputs = make_inputs((tokens, D, V), dtype=dtype, device=device, bias=True, ignored=0.0, **made)
     dropped = torch.randperm(tokens)[: round(share * tokens)]
     inputs.target[dropped] = -100
@@ -57,7 +57,7 @@ def divergence(input, linear_weight, target, linear_bias, kind="jsd", reduction=
     found = flce_ops.linear_kl_div(
         input,
         linear_weight,
-        input.detach().flip(1),  # nan and inf in the teacher's rows too
+        input.detach().flip(1),  # nan and inf in the teacher's rows, too
         teacher_weight,
         linear_bias=linear_bias,
         target=target,
@@ -87,7 +87,7 @@ def hessian_product(input, linear_weight, target, linear_bias):
     def of(input):
         return flce_ops.linear_cross_entropy(input, linear_weight.detach(), target, softcap=5.0, reduction="sum")
 
-    direction = torch.where((target == -100)[:, None], input.detach(), 1.0)  # nan where input is
+    direction = torch.where((target == -100)[:, None], input.detach(), 1.0)  # nan in the same rows as input
     _, product = torch.autograd.functional.hvp(of, input.detach(), direction)
     return {"product": product}
 
@@ -109,7 +109,7 @@ MODES = {
 
 
 def run(mode, inputs):
-    """Results and gradients by name."""
+    """Returns results and gradients by name."""
     inputs = inputs.clone()
     found = mode(*inputs.args)
     differentiable = [result for result in found.values() if result is not None and result.requires_grad]
@@ -120,7 +120,7 @@ def run(mode, inputs):
 
 
 def expected_of(mode, inputs):
-    """The same of the valid tokens alone, put back by hand."""
+    """The same for the valid tokens alone, with rows put back by hand."""
     valid = inputs.target != -100
     compact = inputs.clone()
     compact.input = inputs.input.detach()[valid].requires_grad_()
@@ -184,14 +184,15 @@ def test_compiled_they_are_the_same(name, share):
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_the_decompositions_give_what_the_kernels_give(share):
-    """They compute rows of ignored tokens, as zeros."""
+    """The decompositions compute rows of ignored tokens as rows of zeros."""
     inputs = problem(share, bad=torch.nan)
-    inputs.linear_bias.data *= 1000.0  # exp(z - lse) of those rows would be inf for their lse of 0
+    inputs.linear_bias.data *= 1000.0  # exp(z - lse) of these rows would be inf with their lse of 0
     options = {"logit_sum": True, "expected_log_prob": True, "argmax": True}
     args = [None if tensor is None else tensor.detach() for tensor in inputs.args]
     expected = torch.ops.flce.linear_cross_entropy_forward(*args, **options)
     found = decompositions.forward(*args, **options)
-    for ours, exact in zip(found[:-2], expected[:-2], strict=True):  # lse_rest is a rounding error; nothing is saved
+    # lse_rest is a rounding error, and nothing is saved
+    for ours, exact in zip(found[:-2], expected[:-2], strict=True):
         torch.testing.assert_close(ours, exact)
     cotangents = [torch.randn(N, dtype=torch.float64) for _ in range(3)]
     mask = {"output_mask": [True] * 3}
@@ -201,12 +202,12 @@ def test_the_decompositions_give_what_the_kernels_give(share):
         torch.testing.assert_close(ours, exact)
 
 
-# ---------------------------------------------------------------- where the host must not look
+# ---------------------------------------------------------------- where the host must not wait
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """The rows of ignored tokens are read as zeros, as where looking for them would be a host sync."""
+    """Rows of ignored tokens are read as zeros, as on a GPU, where finding them would need a host synchronisation."""
 
     def on_all_tokens(body, call, results, fills, *direction):
         valid = valid_tokens.counted(call)
@@ -237,7 +238,7 @@ def test_zeroed_rows_give_the_same(name, share, as_on_a_gpu, poisoned_memory):
 
 
 def products(step) -> int:
-    """Multiplications in the products of matrices, over D V: rows of GEMM passes."""
+    """Multiplications in matrix products, divided by D V: the rows of GEMM passes."""
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
     factors = {"aten::mm": slice(0, 2), "aten::addmm": slice(1, 3), "aten::addmm_": slice(1, 3)}
@@ -246,7 +247,7 @@ def products(step) -> int:
 
 
 def rows_of_logits_again(tokens: int) -> int:
-    """The last rows of a float32 product are made once more as ROWS_OF_EQUAL_BITS, where they are fewer."""
+    """The last rows of a float32 product, if fewer than ROWS_OF_EQUAL_BITS, are computed again as that many."""
     rest = tokens % ROWS_OF_EQUAL_BITS if tokens > ROWS_OF_EQUAL_BITS else 0
     return ROWS_OF_EQUAL_BITS - rest if rest else 0
 
@@ -265,14 +266,14 @@ def test_memory_follows_the_valid_tokens(reduction):
     for share in (0.0, 0.9):
         inputs = make_inputs((2000, 8, 4003), ignored=0.0)
         inputs.target[torch.randperm(2000)[: round(share * 2000)]] = -100
-        with flce_ops.workspace(retained=0):  # of as many rows whatever is ignored
+        with flce_ops.workspace(retained=0):  # chunks have the same number of rows whatever is ignored
             peaks.append(peak_of(flce_ops.linear_cross_entropy, inputs, reduction=reduction) - results(inputs))
     rows = peaks[0] / (4003 * 4)
     assert peaks[1] < peaks[0] * max(200 / rows, 0.2) + MiB, [peak / MiB for peak in peaks]
 
 
 def test_a_wide_input_is_not_copied_whole():
-    """Rows are gathered a chunk at a time, and those of grad_input move in place."""
+    """Rows are gathered one chunk at a time, and those of grad_input are moved in place."""
     inputs = make_inputs((4096, 1024, 67), ignored=0.0)  # input: 16 MiB
     inputs.target[::2] = -100
     with flce_ops.workspace(MiB):

@@ -1,4 +1,4 @@
-"""Who needs a gradient, how the tensors lie in memory, what shape the tokens have."""
+"""Which tensors need gradients, their memory layouts, and the shape of the tokens."""
 
 # B batch, T sequence, N tokens = B T, D hidden, V vocabulary
 
@@ -57,7 +57,7 @@ def test_no_gradient_wanted_leaves_no_graph(device, reduction):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_loss_without_gradients_is_that_with_gradients(device, reduction, dtype):
-    """Evaluation and training take different operators: same dtype, same number."""
+    """Evaluation and training use different operators, but give the same dtype and number."""
     inputs = make_inputs(device=device, dtype=dtype, token_weight=True)
     training = flce_ops.linear_cross_entropy(*inputs.args, **inputs.options, reduction=reduction)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def strided(tensor, layout):
     """The same values in another memory layout."""
     if layout == "transposed":
         return tensor.t().contiguous().t()
-    if layout == "column_slice":  # rows further apart than they are long, and not aligned to 16 bytes
+    if layout == "column_slice":  # rows have gaps between them, and are not aligned to 16 bytes
         wide = torch.full(
             (tensor.shape[0], tensor.shape[1] + 3), float("nan"), dtype=tensor.dtype, device=tensor.device
         )
@@ -114,9 +114,9 @@ def strided(tensor, layout):
         )
         wide[:, ::2] = tensor
         return wide[:, ::2]
-    if layout == "both_steps":  # no unit stride either way, columns closer than rows
+    if layout == "both_steps":  # no unit stride in either direction; columns are closer than rows
         return strided(strided(tensor.t(), "column_step").t(), "column_step")
-    if layout == "offset":  # contiguous, and not aligned to 16 bytes
+    if layout == "offset":  # contiguous, but not aligned to 16 bytes
         return torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
     if layout == "step":
         return torch.stack([tensor, tensor.neg()], 1)[:, 0]
@@ -145,7 +145,7 @@ def test_memory_layout_does_not_matter(device, input_layout, weight_layout, redu
         torch.stack([inputs.target, inputs.target + 1], 1)[:, 0],
         torch.stack([inputs.linear_bias, inputs.linear_bias + 1], 1).detach()[:, 0].requires_grad_(),
     )
-    with flce_ops.workspace(4096):  # chunks of a strided tensor too
+    with flce_ops.workspace(4096):  # chunks of a strided tensor, too
         loss = flce_ops.linear_cross_entropy(*changed, reduction=reduction)
         grads = torch.autograd.grad(loss.sum(), [changed[0], changed[1], changed[3]])
     assert error(loss, expected["loss"]) < TOLERANCE[dtype]
@@ -210,7 +210,7 @@ def test_a_single_token_without_a_token_dimension(device, reduction):
 
 
 def test_transposed_batch_of_tokens(device):
-    """(T, B, D) hidden states seen as (B, T, D): flattening must not reorder the tokens."""
+    """(T, B, D) hidden states viewed as (B, T, D): flattening must not reorder the tokens."""
     inputs = make_inputs((28, 11, 31), device=device, dtype=torch.float64)
     input = inputs.input.detach().view(7, 4, 11).transpose(0, 1).requires_grad_()
     target = inputs.target.view(7, 4).t()

@@ -1,8 +1,9 @@
-"""The loss of a head with a low-rank pair beside its weight, and its gradients: LoRA on the head."""
+"""A head with a low-rank pair beside its weight (LoRA on the head): the loss and its gradients."""
 
 # N tokens, D hidden, V vocabulary, r rank of the pair
 
 import functools
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -40,7 +41,7 @@ def max_dtype(dtype):
 
 
 class Call:
-    """Operands, the pair's magnitude that of the head's, and options, whose tensors stand as True."""
+    """Operands, with a pair as large as the head, and options; an option that is True becomes a tensor."""
 
     def __init__(self, shape=RAGGED, rank=RANK, dtype=torch.float32, device="cpu", *, bias=True, options=None):
         options = dict(options or {})
@@ -53,7 +54,7 @@ class Call:
         self.linear_weight.requires_grad_(False)
         pair = torch.randn(shape[0], rank), 0.3 * torch.randn(shape[2], rank)
         self.pair_input, self.pair_weight = (part.to(device, dtype).requires_grad_() for part in pair)
-        self.class_scale = None  # of both signs, in float32 beside half operands too
+        self.class_scale = None  # of both signs; in float32 also beside half operands
         if scaled:
             self.class_scale = (torch.rand(shape[2], device=device, dtype=max_dtype(dtype)) - 0.3).requires_grad_()
 
@@ -101,20 +102,20 @@ def test_loss_and_gradients_are_no_worse_than_plain_torch(chunks, options, dtype
     call = Call((300, 20, 131) if chunks > 1 else RAGGED, dtype=dtype, device=device, options=options)
     exact = results(call.in_dtype(torch.float64), Call.dense)
     plain = results(call, Call.dense)
-    with torch.no_grad():  # what an ignored token holds does not matter
+    with torch.no_grad():  # the contents of an ignored token do not matter
         for rows in (call.input, call.pair_input):
             rows[call.target == -100] = torch.nan
     with flce_ops.workspace(1 if chunks > 1 else 512 << 20):
         found = results(call, Call.loss)
     path = flce_ops.last_path()
     assert path.op == ONE_PASS and (path.chunks > 1) == (chunks > 1)
-    slack = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 8  # of one number, the loss
+    slack = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 8  # the loss is one number
     for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
         assert error(ours, truth) <= 1.5 * error(theirs, truth) + slack, name
 
 
 class LargestResult(TorchDispatchMode):
-    """The most numbers of a result that is not the weight itself; of an operator, not of what its kernel does."""
+    """Records the largest result of an operator, other than the weight. It does not see what kernels allocate."""
 
     def __init__(self, call):
         super().__init__()
@@ -137,7 +138,7 @@ def test_nothing_of_the_weights_size_is_made():
     with FlopCounterMode(display=False) as counter:
         call.loss().backward()
     assert counter.get_total_flops() == 2 * 16 * 600 * (2 * 64 + 3 * RANK)
-    with FlopCounterMode(display=False) as counter:  # once for the losses, once for their gradients
+    with FlopCounterMode(display=False) as counter:  # computed once for the losses, once for their gradients
         call.loss(reduction="none").sum().backward()
     assert counter.get_total_flops() == 2 * 16 * 600 * (3 * 64 + 4 * RANK)
 
@@ -152,7 +153,7 @@ def test_a_selective_checkpoint_keeps_the_losses():
         assert counter.get_total_flops() == 2 * 16 * 600 * (passes * 64 + (passes + 1) * RANK)
 
 
-SITUATIONS = {  # how forward is called, and options
+SITUATIONS = {  # how forward is called, and the options
     "no gradient": (torch.no_grad, {}),
     "none": (nullcontext, {"reduction": "none"}),
     "weighted none": (nullcontext, {"reduction": "none", "token_weight": True}),
@@ -167,7 +168,7 @@ SITUATIONS = {  # how forward is called, and options
 
 @pytest.mark.parametrize("how", SITUATIONS)
 def test_a_frozen_head_is_not_copied(how):
-    """Whether forward makes the gradients or backward calls the operator again."""
+    """Whether forward makes the gradients, or backward calls the operator again."""
     half = how == "float16"
     call = Call(dtype=torch.float16 if half else torch.float32, options={"label_smoothing": 0.1, "class_scale": True})
     context, options = SITUATIONS[how]
@@ -201,7 +202,7 @@ def checkpointed(call, **options):
 
 
 def test_float16_keeps_gradients_that_a_loss_scale_keeps():
-    """Those of a mean over many tokens would be 0 in float16 before the scale that backward brings."""
+    """Gradients of a mean over many tokens would be 0 in float16 before backward's loss scale."""
     call = Call(dtype=torch.float16, options={"normalizer": True})
     call.options["normalizer"] = torch.tensor(1e7)
     scale = 2.0**20
@@ -253,7 +254,7 @@ def test_opcheck(device, wanted):
 
 def test_one_graph_autocast_and_a_transform():
     call = Call()
-    for reduction in ("none", "mean"):  # whose gradients backward makes, or forward
+    for reduction in ("none", "mean"):  # gradients are made in backward, or in forward
         compiled = torch.compile(functools.partial(entry, reduction=reduction), fullgraph=True, backend="aot_eager")
         loss = compiled(*call.args)
         gradients = torch.autograd.grad(loss.sum(), call.leaves)
@@ -336,8 +337,10 @@ def test_refusals_of_the_operator():
     values, numbers = (*call.args, None, None, None, None), {"output_mask": [True] * 4 + [False]}
     with pytest.raises(ValueError, match=r"low_rank_weight has shape \(131, 4\)"):
         flce.linear_cross_entropy_low_rank_with_grad(*values[:3], torch.zeros(131, 4), *values[4:], **numbers)
-    with pytest.raises(ValueError, match=r"expected low_rank_input of shape \(37, r\), got \(3,\)"):
-        flce.linear_cross_entropy_low_rank_with_grad(*values[:2], torch.zeros(3), *values[3:], **numbers)
+    for shape in ((3,), (37,), (36, 3), (37, 3, 1)):
+        got = re.escape(str(shape))
+        with pytest.raises(ValueError, match=rf"expected low_rank_input of shape \(37, r\), got {got}"):
+            flce.linear_cross_entropy_low_rank_with_grad(*values[:2], torch.zeros(shape), *values[3:], **numbers)
     with pytest.raises(TypeError, match="expected low_rank_weight in input's dtype"):
         flce.linear_cross_entropy_low_rank_with_grad(*values[:3], values[3].double(), *values[4:], **numbers)
     call.linear_weight.requires_grad_()
@@ -347,7 +350,7 @@ def test_refusals_of_the_operator():
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-2}], ids=str)
 def test_small_class_scales_take_no_digits_in_float16(options, device):
-    """c_j G_ij of a mean without a loss scale is subnormal; plain torch rounds G, and c_j W_j."""
+    """Without a loss scale, c_j G_ij of a mean is subnormal. Plain torch rounds G, and c_j W_j."""
     options = options | {"class_scale": True}
     call = Call((300, 96, 1009), rank=8, dtype=torch.float16, device=device, options=options)
     with torch.no_grad():
@@ -356,5 +359,6 @@ def test_small_class_scales_take_no_digits_in_float16(options, device):
     found, plain = results(call, Call.loss), results(call, Call.dense)
     assert flce_ops.last_path().op == ONE_PASS
     for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
-        # 0.9 of plain's is the result's own rounding, to subnormal numbers; of a subnormal G errors are 9 times plain's
+        # 0.9 of plain torch's error is the rounding of the result to subnormal numbers; with a subnormal G, errors are
+        # 9 times plain torch's
         assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6, name

@@ -1,4 +1,4 @@
-"""LinearCrossEntropyLoss and LinearCrossEntropyHead: parameters, state dicts, hooks, parity with torch's."""
+"""LinearCrossEntropyLoss and LinearCrossEntropyHead: parameters, state dicts, hooks, agreement with torch's modules."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -45,14 +45,14 @@ MISTAKES = [
 def test_a_mistake_is_refused_when_the_module_is_made(what, arguments, kind, words):
     with pytest.raises(kind, match=f"LinearCrossEntropyLoss: expected {words}"):
         LinearCrossEntropyLoss(D, V, **arguments)
-    if not arguments.keys() & {"reduction", "weight"}:  # which its forward takes
+    if not arguments.keys() & {"reduction", "weight"}:  # its forward takes these
         with pytest.raises(kind, match=f"LinearCrossEntropyHead: expected {words}"):
             LinearCrossEntropyHead(D, V, **arguments)
 
 
 @pytest.mark.parametrize("target_dtype", [torch.int64, torch.int32])
 def test_ignore_index_none_is_minus_100(device, target_dtype):
-    """torch's default. Everywhere that ignore_index is taken."""
+    """torch's default. Holds wherever ignore_index is an argument."""
     inputs = example(device, target_dtype=target_dtype)
     assert (inputs.target == -100).any()
     x, w, target = inputs.input, inputs.linear_weight, inputs.target
@@ -86,7 +86,7 @@ def test_ignore_index_none_is_minus_100(device, target_dtype):
 
 @pytest.mark.parametrize("index", [2**32 - 100, 2**31, -(2**31) - 1])
 def test_an_ignore_index_beyond_int32_does_not_wrap_around(device, index):
-    """2^32 - 100 compared with int32 targets was -100, and ignored those in silence."""
+    """2^32 - 100 compared with int32 targets was -100, so these tokens were silently ignored."""
     inputs = example(device, target_dtype=torch.int32, ignored=0.0)
     for function, arguments in (
         (flce_ops.linear_cross_entropy, inputs.args[:3]),
@@ -133,7 +133,7 @@ def test_class_weight_moves_with_the_module(device):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_gives_logits_or_loss(device, bias):
-    """Metrics need logits; the same module gives them, scaled and capped."""
+    """Accuracy needs logits; the same module gives them, scaled and capped."""
     inputs = example(device)
     head = LinearCrossEntropyHead(D, V, bias, dtype=torch.float64, device=device, **SCORES)
     logits = head(inputs.input)
@@ -205,7 +205,7 @@ def test_modules_are_copied_pickled_and_printed(module):
 
 
 def test_repr_names_what_differs_from_a_plain_linear():
-    """A softcap that was forgotten should show when the model is printed."""
+    """If a softcap was forgotten, printing the model should show it."""
     text = repr(LinearCrossEntropyHead(4, 5, softcap=30.0, logit_scale=0.25))
     assert "in_features=4" in text and "softcap=30.0" in text and "logit_scale=0.25" in text
     text = repr(LinearCrossEntropyLoss(4, 5, softcap=30.0, logit_scale=0.25))
@@ -249,7 +249,7 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize("owner", ["head", "loss"])
 def test_adapter_on_the_head_is_not_ignored(device, owner):
-    """LoRA as a parametrization of the frozen weight; adapters get their gradient."""
+    """LoRA as a parametrization of the frozen weight: the adapters get their gradient."""
     inputs = example(device)
     kwargs = {"dtype": torch.float64, "device": device}
     module = LinearCrossEntropyHead(D, V, **kwargs) if owner == "head" else LinearCrossEntropyLoss(D, V, **kwargs)

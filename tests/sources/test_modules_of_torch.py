@@ -1,4 +1,4 @@
-"""LinearCrossEntropyLoss beside torch's module of that name: same arguments, numbers, parameters and state dicts."""
+"""LinearCrossEntropyLoss has the arguments, numbers, parameters and state dicts of torch's module of that name."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reaso
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}], ids=["plain", "options"])
 def test_loss_is_that_of_torch(device, options, reduction, bias):
-    """Moving over is one import: same arguments, same state dict, same numbers."""
+    """Switching from torch's takes one import: same arguments, same state dict, same numbers."""
     inputs = example(device, weight=True, ignore_index=options.get("ignore_index", -100))
     kwargs = {"bias": bias, "reduction": reduction, "weight": inputs.weight, "dtype": torch.float64, "device": device}
     theirs = nn.LinearCrossEntropyLoss(D, V, **kwargs, **options)
@@ -61,7 +61,7 @@ def test_the_constructor_takes_what_torchs_does_in_the_same_way():
     common = ours.keys() & theirs.keys()
     assert {name for name in common if ours[name].kind != theirs[name].kind} == set()
     assert {name for name in common if ours[name].default != theirs[name].default} == {"ignore_index"}
-    assert (ours["ignore_index"].default, theirs["ignore_index"].default) == (-100, None)  # of one meaning
+    assert (ours["ignore_index"].default, theirs["ignore_index"].default) == (-100, None)  # both mean the same
     positional = [name for name in theirs if theirs[name].kind is not inspect.Parameter.KEYWORD_ONLY]
     assert [name for name in ours if ours[name].kind is not inspect.Parameter.KEYWORD_ONLY] == positional
 
@@ -75,4 +75,4 @@ def test_parameters_start_as_torchs_do():
     assert torch.equal(ours.linear.bias, theirs.linear.bias)
 
 
-# what is wrong, arguments, error, words
+# the wrong argument, arguments, error, words

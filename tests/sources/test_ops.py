@@ -16,7 +16,7 @@ ROUNDED = {torch.float64: 1e-14, torch.float32: 2.5e-6, torch.bfloat16: 6e-3, to
 
 
 def tight(dtype, device):
-    """Of one number per row. On the CPU half logits are rounded before the softmax, as in plain torch."""
+    """Tolerance for one number per row. On a CPU half logits are rounded before the softmax, as in plain torch."""
     if device == "cpu" and dtype.itemsize == 2:
         return 4e-3 if dtype == torch.bfloat16 else 6e-4
     return 1e-14 if dtype == torch.float64 else 2e-6
@@ -27,7 +27,7 @@ def accumulator(dtype):
 
 
 def dense_rows(inputs, weighted, **scores):
-    """target_logit, lse and logit_sum of float64 logits, 0 where ignored."""
+    """target_logit, lse and logit_sum of float64 logits, 0 for ignored tokens."""
     z = dense_logits(inputs.input, inputs.linear_weight, inputs.linear_bias, **scores)
     valid = inputs.target != -100
     target_logit = z.gather(1, inputs.target.where(valid, 0).long()[:, None])[:, 0].where(valid, 0.0)
@@ -76,7 +76,7 @@ def test_all_three_row_statistics_are_differentiable(device, scores, dtype, pois
     )
     rows = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, logit_sum=True, **scalars(scores, device))
     found = torch.autograd.grad(weighed(rows), list(inputs.leaves.values()))
-    # cotangents of random sign cancel in sums over tokens; plain torch shows what rounding costs then
+    # cotangents of random sign cancel in sums over tokens; plain torch's error shows the cost of rounding then
     plain_inputs = inputs.clone()
     plain = torch.autograd.grad(weighed(dense_rows(plain_inputs, True, **scores)), list(plain_inputs.leaves.values()))
     for name, ours, usual, exact in zip(inputs.leaves, found, plain, expected, strict=True):
@@ -101,7 +101,7 @@ def test_one_row_statistic_alone_is_differentiable(device, which):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [(40, 41, 42), (100, 20, 3), (122, 1)], ids=str)
 def test_vocabulary_shards_add_up(device, cuts, dtype):
-    """Each shard knows where its classes start; lse is the logsumexp of the shards' lse."""
+    """Each shard knows where its classes start. lse is the logsumexp of the shards' lse."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     exact = inputs.clone(torch.float64)
     target_logit, lse, _ = dense_rows(exact, False)
@@ -197,7 +197,7 @@ def test_with_grad_returns_loss_losses_and_gradients(device, options, dtype, poi
     assert error(found[1], losses) < 3 * tight(dtype, device)
     scale = float(
         (losses * row_scale).abs().sum() / exact["loss"].abs()
-    )  # the sum cancels: token weights of either sign
+    )  # token weights of both signs, so the sum cancels
     assert error(found[0], exact["loss"]) < scale * tight(dtype, device)
     for name, ours in zip(("input", "linear_weight", "linear_bias"), found[2:5], strict=True):
         assert ours.dtype == dtype
@@ -220,7 +220,7 @@ def test_operators_are_tagged_for_the_compiler(name):
 
 
 def test_schemas_are_the_contract():
-    """Argument names and defaults are public: torch.export files and saved graphs hold them."""
+    """Argument names and defaults are public: torch.export files and saved graphs contain them."""
     assert str(flce.linear_cross_entropy.default._schema) == (
         "flce::linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, *, "
         'Tensor? weight=None, str reduction="mean", int ignore_index=-100, Scalar label_smoothing=0., '

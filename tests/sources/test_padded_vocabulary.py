@@ -1,4 +1,4 @@
-"""Classes behind the vocabulary: linear_kl_div(vocab_size=), and linear_weight[:V] for the other functions."""
+"""Padding after the vocabulary: linear_kl_div(vocab_size=), and linear_weight[:V] for the other functions."""
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary, without the padding
 
@@ -15,7 +15,7 @@ POISON = float("nan")
 
 
 def padded(tensor, rows, dim=0):
-    """Behind the classes stands what shows in any sum."""
+    """Adds rows after the classes that would change any sum."""
     shape = list(tensor.shape)
     shape[dim] = rows
     padding = torch.full(shape, POISON, dtype=tensor.dtype, device=tensor.device)
@@ -44,7 +44,7 @@ def test_padding_has_no_probability_and_no_gradient(device, probs, student, teac
 
 
 class AllArguments(FirstArguments):
-    """The tensors that the inner operators are given."""
+    """Records the tensors passed to the inner operators."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "flce":
@@ -77,7 +77,7 @@ def test_compiled_is_eager():
 
 
 def test_a_loss_without_the_padding_is_that_of_the_rows_before_it(device):
-    """The recipe of the other functions; probabilities are cut like the weight."""
+    """The recipe for the other functions. Class probabilities are cut as the weight is."""
     made = inputs.make_inputs((N, D, V), device=device, dtype=torch.float64)
     weight = padded(made.linear_weight, 4)
     loss = flce_ops.linear_cross_entropy(made.input, weight[:V], made.target)

@@ -1,4 +1,4 @@
-"""A linear_weight without a unit stride is copied a slice at a time, in the workspace: ATen would copy all of it."""
+"""A linear_weight without a unit stride is copied in slices within the workspace, while ATen would copy all of it."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -42,9 +42,9 @@ def test_slices_cover_the_matrix_once_and_share_one_memory(slices):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("name", ["linear_weight", "input"])
 def test_temporary_memory_stays_within_the_workspace(device, name, reduction, dtype):
-    """Or within what contiguous operands take: a CPU's half GEMMs have memory of their own, by number of threads.
+    """Or within what contiguous operands need: a CPU's half GEMMs allocate memory for each thread.
 
-    Logits saved for the backward pass (`retained`) are not of the workspace, so none are.
+    Logits saved for backward (`retained`) are not part of the workspace, so none are saved here.
     """
     inputs = make_inputs((600, 256, 8009), device=device, dtype=dtype)
     with flce_ops.workspace(8 * MiB, retained=0):
@@ -56,7 +56,7 @@ def test_temporary_memory_stays_within_the_workspace(device, name, reduction, dt
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_gradients_are_those_of_a_weight_in_one_piece(device, reduction, poisoned_memory):
-    """Slices run along what is not summed over, or are summed in float32."""
+    """Slices divide a dimension that is not summed over; otherwise they are summed in float32."""
     inputs = make_inputs((300, 40, 1021), device=device, dtype=torch.bfloat16)
     exact = run_reference(inputs, reduction=reduction)
     weight = strided(inputs.linear_weight.detach(), "both_steps").requires_grad_()

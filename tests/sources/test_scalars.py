@@ -1,4 +1,4 @@
-"""Options that are numbers: those with a gradient, those that change from call to call, and the temperature."""
+"""Options that are numbers: learnt ones, ones that change between calls, and the temperature."""
 
 # N tokens, D hidden, E the teacher's, V vocabulary
 
@@ -71,7 +71,7 @@ def test_a_learnt_temperature_and_a_scale_of_the_students_logits(device):
 
 
 def ignored_rows(device):
-    """Arguments, of which rows 2 and 3 count nowhere: class indices, labels to shift, K classes, those of two heads."""
+    """Arguments in which rows 2 and 3 never count: class indices, labels to shift, K classes, two heads' rows."""
     inputs = example(device, bias=True, ignored=0.0)
     target = inputs.target.index_fill(0, torch.tensor([2, 3], device=device), -100)
     labels = inputs.target.index_fill(0, torch.tensor([3, 4], device=device), -100)
@@ -114,7 +114,7 @@ IGNORED_ROWS = {
 
 @pytest.mark.parametrize("name", IGNORED_ROWS)
 def test_a_learnt_scale_does_not_read_ignored_rows(device, name):
-    """Its gradient and, where there are any, its second derivatives are those of rows that hold numbers."""
+    """Its gradient, and second derivatives where they exist, equal those with numbers in the ignored rows."""
     arguments = ignored_rows(device)
     x = torch.randn(SHAPE[:2], device=device).double()
     bad = x.clone()
@@ -161,7 +161,7 @@ def test_a_batch_of_temperatures_compiles(device):
 
 
 def test_a_learnt_scale_beside_a_class_that_is_switched_off(device):
-    """First and second derivatives are those without the class, where plain torch's are nan, 0 times -inf."""
+    """First and second derivatives are those without the class. Plain torch's are nan there, from 0 times -inf."""
     inputs, found = example(device, bias=True, ignored=0.0), []
     inputs.target.clamp_(max=SHAPE[2] - 2)
     with torch.no_grad():
@@ -252,7 +252,7 @@ POSITIVE = ["softcap", "temperature", "teacher_softcap"]
 
 @pytest.mark.parametrize("function, name", [(f, name) for f in NUMBERS for name in POSITIVE])
 def test_what_divides_is_positive_and_finite(device, function, name):
-    """As a number everywhere; as a 0-d tensor, where a temperature may be one."""
+    """As a number for every function; as a 0-d tensor where the temperature may be a tensor."""
     if name == "teacher_softcap" and function != "linear_kl_div":
         return
     args = example(device, ignored=0.0).args[:3]
@@ -261,7 +261,7 @@ def test_what_divides_is_positive_and_finite(device, function, name):
         with pytest.raises(ValueError, match=message):
             NUMBERS[function](*args, **{name: value})
         tensors = name == "temperature" and function not in ("linear_kl_div", "cross_entropy")
-        if tensors and torch.device(device).type == "cpu":  # on CUDA an assert on the device
+        if tensors and torch.device(device).type == "cpu":  # on CUDA it is a device-side assert
             with pytest.raises(ValueError, match=message):
                 NUMBERS[function](*args, temperature=torch.tensor(value))
             with pytest.raises(ValueError, match=message):
@@ -299,7 +299,7 @@ def test_temperature_of_a_divergence_divides_both_capped_logits(device):
     assert error(found, expected) < TIGHT
 
 
-# ---------------------------------------------------------------- numbers that change
+# ---------------------------------------------------------------- numbers that change between calls
 
 CHANGING = {
     "normalizer": lambda x, w, t, v: flce_ops.linear_cross_entropy(x, w, t, normalizer=v),
@@ -316,7 +316,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_number_that_changes_from_step_to_step_compiles_twice(device, name):
-    """As plain torch: once for the first value, once for all others (1 and 2, at which options are off, included)."""
+    """As in plain torch: once for the first value, once for all others, including 1 and 2, at which options are off."""
     inputs = example(device)
     step, counter = compiled(CHANGING[name])
     for value in (0.1, 0.2, 0.3, 0.45, 0.5, 0.6, 0.7) if name == "beta" else (0.5, 1.0, 1.7, 2.0, 3.3, 4.1, 5.9):

@@ -1,4 +1,4 @@
-"""shift=True: labels as long as the hidden states, each position scored against the label of the next one."""
+"""shift=True: labels are as long as the hidden states; each position is scored with the next one's label."""
 
 # B sequences, T tokens of one, D hidden, V vocabulary
 
@@ -25,7 +25,7 @@ def make(shape=(B, T), *, device="cpu", dtype=torch.float64, label_dtype=torch.i
 
 
 def cut_by_hand(labels, of):
-    """What is done without the argument: `of` positions but the last, and labels but the first."""
+    """What users write without the argument: all positions of `of` but the last, and all labels but the first."""
     return of[..., :-1, :], labels[..., 1:]
 
 
@@ -51,7 +51,7 @@ def test_each_position_is_scored_against_the_next_label(device, reduction, shape
 def test_mean_metrics_and_token_weights(ignore_index, label_dtype):
     value = -100 if ignore_index is None else ignore_index
     hidden, head, labels = make(label_dtype=label_dtype, ignore_index=value)
-    labels[0, 1] = (value + 1) % V  # one that counts
+    labels[0, 1] = (value + 1) % V  # a label that counts
     labels = labels.t().contiguous().t()
     factor = torch.rand(B, T, dtype=torch.float64)
     options = {"ignore_index": ignore_index, "weight": torch.rand(V)}
@@ -91,7 +91,7 @@ def test_log_probs_divergences_given_logits_and_modules_shift_too():
 
 
 class FirstArguments(TorchDispatchMode):
-    """The tensors that the inner operators are given first."""
+    """Records the first tensor arguments of the inner operators."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Few tokens: grad_linear_weight as accurate as plain torch's, whose gradient of a rare target's row is exact.
+"""With few tokens, grad_linear_weight is as accurate as plain torch's, whose gradient of a rare target's row is exact.
 
-Such a row is one token's, -row_scale (1 - p) input with p near 0: in half nothing is lost where the scale is a power
-of two. What waits for it in one pass, c input and the entry of E, are both rounded: c input goes in two half numbers.
+Such a row belongs to one token: -row_scale (1 - p) input, with p near 0. Half precision loses nothing if the scale is a
+power of two. One pass stores c input and the entry of E, and rounds both. So it stores c input as two half numbers.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -15,7 +15,7 @@ import flce_ops
 
 
 def make_rare_targets(tokens, hidden, vocab, dtype, device="cpu", spread=0.5):
-    """An untrained head: the classes are about as likely as each other. `spread`: standard deviation of the logits."""
+    """An untrained head: all classes are about equally likely. `spread` is the standard deviation of the logits."""
     input = torch.randn(tokens, hidden, device=device).to(dtype)
     linear_weight = (torch.randn(vocab, hidden, device=device) * spread / hidden**0.5).to(dtype)
     return input, linear_weight, torch.randint(vocab, (tokens,), device=device)
@@ -27,7 +27,7 @@ def weight_gradient(loss_of, linear_weight):
 
 
 def exact_and_plain(input, linear_weight, target, row_scale):
-    """In float64, and in the operands' dtype by F.linear and F.cross_entropy."""
+    """The gradient in float64, and in the operands' dtype by F.linear and F.cross_entropy."""
 
     def loss(weight, input):
         return (F.cross_entropy(F.linear(input, weight), target, reduction="none") * row_scale).sum()
@@ -42,17 +42,18 @@ def exact_and_plain(input, linear_weight, target, row_scale):
     "tokens, factor, shard",
     [
         (1, 1.0, False),
-        (15, 1 / 15, False),  # a factor that is itself rounded
+        (15, 1 / 15, False),  # a factor that is rounded itself
         (16, 1.0, False),
         (16, 1.0, True),
     ],
 )
 def test_kernels_lose_nothing_that_plain_torch_keeps(tokens, factor, shard, poisoned_memory):
-    """float16 in the interpreter, which has no sound bfloat16; what one pass holds must stay in its range.
+    """float16 in the interpreter, whose bfloat16 is wrong. The stored numbers must stay in float16's range.
 
     A row scale of 4096 keeps c input, which is divided by the row sum, above the smallest number. A target's entry of E
-    is 1 - 1 / p, at most the largest while p > 1 / 65505. With a spread of 0.25 no class of 22500 rows is rarer; with
-    0.5 one draw of 15 tokens in 250 had such a target, and a gradient of nan. The operator never comes here in float16.
+    is 1 - 1 / p, which does not overflow while p > 1 / 65505. With a spread of 0.25 no class of 22500 rows is less
+    probable. With 0.5 one draw of 15 tokens in 250 had such a target, and a gradient of nan. The operator never takes
+    this path in float16.
     """
     pytest.importorskip("triton")
     from flce_ops.triton import launch_with_grad

@@ -1,4 +1,4 @@
-"""Tensors that are not plain: subclasses that are taken; quantized, sparse and nested ones that are refused by name."""
+"""Tensors that are not plain: accepted subclasses; quantized, sparse and nested ones that are refused by name."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -18,7 +18,9 @@ N, D, V = 6, 8, 16
 
 
 class Quantized(torch.Tensor):
-    """As torchao's weights: packed integers under a floating dtype, whose dispatch knows F.linear and little else."""
+    """Like torchao's weights: packed integers with a floating-point dtype, whose dispatch supports F.linear and little
+    else.
+    """
 
     @staticmethod
     def __new__(cls, weight: torch.Tensor):
@@ -39,13 +41,14 @@ class Quantized(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # of nn.Parameter, DTensor.from_local
+        # called by nn.Parameter and DTensor.from_local
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             return cls(args[0].dequantize())
         raise NotImplementedError(f"{cls.__name__} dispatch: {func}")
 
 
 class OtherWayBack(Quantized):
-    """As torchao's NF4Tensor, whose `dequantize` is a function of something else."""
+    """Like torchao's NF4Tensor, whose `dequantize` belongs to something else."""
 
     def get_original_weight(self) -> torch.Tensor:
         return self.packed * self.scale
@@ -93,7 +96,7 @@ FUNCTIONS = {
     "teacher of linear_kl_div": of_teacher,
 }
 
-# what the tensor is, how it is made of a plain one, what the message says of it, what to do by its words
+# the kind of tensor, how to make it from a plain one, how the message describes it, and the method it advises
 REFUSED = [
     ("quantized subclass", Quantized, "quantized one of type Quantized", "dequantize"),
     ("quantized parameter", lambda w: nn.Parameter(Quantized(w), requires_grad=False), "Quantized", "dequantize"),
@@ -124,7 +127,7 @@ def test_a_weight_that_is_not_dense_is_refused_with_the_way_back(what, make, kin
         FUNCTIONS[function](input.requires_grad_("teacher" not in function), made, target)
     assert re.search(rf"pass (linear|teacher)_weight\.{way}\(\)$", str(caught.value))
     assert flce_ops.last_path() is before, "a kernel ran before the refusal"
-    FUNCTIONS[function](input.detach(), getattr(made, way)(), target)  # and its advice works
+    FUNCTIONS[function](input.detach(), getattr(made, way)(), target)  # the message's advice works
 
 
 @pytest.mark.parametrize("module", ["head", "loss"])
@@ -170,7 +173,7 @@ def test_nested_tokens_are_refused_by_name(function, layout):
 @pytest.mark.parametrize("dtype, shape", [(torch.uint8, (V * D // 2, 1)), (torch.int8, (V, D))], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_packed_integers_are_called_the_storage_of_a_quantized_weight(function, dtype, shape):
-    """bitsandbytes keeps 4-bit weights as uint8 of another shape: a message about that shape would be about nothing."""
+    """bitsandbytes keeps 4-bit weights as uint8 of another shape. A message about that shape would mislead."""
     input, _, target = plain()
     with pytest.raises(
         TypeError, match=rf"_weight in a floating dtype, got {dtype}, the storage of a quantized weight"

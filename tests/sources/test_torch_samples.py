@@ -1,10 +1,10 @@
-"""Every sample of torch's own test suite for this operator and this module, through ours and torch's.
+"""Every sample of torch's own test suite for this operator and this module, run by this package and by torch.
 
-The function's are those of the OpInfo entries (torch's own tests of autograd and compilation run on them), the module's
-those of its ModuleInfo. Private to torch's tests, and pinned with it: a sample of a new kind fails here until it is
-looked at.
+The function's samples come from the OpInfo entries, on which torch's own tests of autograd and compilation run; the
+module's from its ModuleInfo. They are private to torch's tests, and change with the pinned version: a new kind of
+sample fails here until someone has looked at it.
 
-What torch's entries ask for and ours refuses by name, each with its test below:
+What torch's entries ask for and this package refuses by name, each with its test below:
     forward mode                                 supports_forward_ad of the entry without options
     second derivatives of class probabilities    supports_gradgrad of the same
     a gradient for class probabilities           torch's samples let the target require one
@@ -27,10 +27,11 @@ import flce_ops
 if not hasattr(nn, "LinearCrossEntropyOptions"):
     pytest.skip("torch 2.13 has the function, the module and their samples", allow_module_level=True)
 
-# most that the errors of ours may be of torch's, root mean squares over all samples: 1.07 seen, and 0.83 of half dtypes
+# the largest allowed ratio of this package's errors to torch's, root mean squares over all samples; 1.07 was seen, 0.83
+# for half dtypes
 ERROR_RATIO = {torch.float32: 1.15, torch.bfloat16: 1.0, torch.float16: 1.0}
 
-# What was looked at: K, the target, what else is given, and what it may be.
+# The kinds of samples that were reviewed: K, the target, other arguments, and their values.
 VARIANTS = {"", "chunked", "chunked_none"}
 KINDS = {(positions, target) for positions in (0, 1, 3) for target in ("indices", "probabilities")}
 FUNCTION_KEYWORDS = {"weight", "linear_bias", "reduction", "ignore_index", "options"}
@@ -40,7 +41,9 @@ OPTIONS = {"allow_retain_graph", "batch_chunk_size", "chunking_method", "acc_pol
 
 @functools.cache
 def op_infos():
-    """By the variant's name. Imported here, as that takes 2.5 s, in every process that collects tests."""
+    """The infos by the variant's name. Imported here, because the import takes 2.5 s in every process that collects
+    tests.
+    """
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {op.variant_test_name: op for op in op_db if op.name == "nn.functional.linear_cross_entropy"}
@@ -83,7 +86,7 @@ def test_no_sample_is_of_a_kind_that_was_not_looked_at():
 
 
 def gradients(loss, leaves):
-    """The loss, and the leaves' gradients for a cotangent that tells tokens apart."""
+    """Returns the loss, and the leaves' gradients for a cotangent that differs between tokens."""
     cotangent = torch.linspace(0.5, 1.5, loss.numel()).to(loss.dtype).view(loss.shape)
     return [loss.detach(), *torch.autograd.grad(loss, leaves, cotangent)]
 
@@ -100,7 +103,7 @@ def run_function(function, sample, dtype):
     if "weight" in kwargs:
         kwargs["weight"] = given(kwargs["weight"])
     if function is F.linear_cross_entropy and dtype == torch.float64:
-        kwargs.pop("options", None)  # acc_dtype=float32 among them
+        kwargs.pop("options", None)  # one of them is acc_dtype=float32
     return gradients(function(*leaves[:2], given(sample.args[1]), **kwargs), leaves)
 
 
@@ -110,7 +113,7 @@ def run_module(module, hidden, target):
 
 
 def distances(found, exact):
-    """Of loss and gradients, whose entries are of size 1 or 0."""
+    """The errors of loss and gradients, whose entries are about 1, or 0."""
     return [float((f.double() - e).norm() / max(float(e.norm()), 1.0)) for f, e in zip(found, exact, strict=True)]
 
 
@@ -120,7 +123,9 @@ def rms(errors):
 
 @pytest.fixture(autouse=True)
 def quiet_and_on_one_thread():
-    """torch warns of options beside what its chunked path does not do. Threads would only wait: tens of numbers."""
+    """torch warns about options that its chunked path ignores. One thread, because threads would only wait for tens of
+    numbers.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -149,7 +154,7 @@ def test_samples_of_the_function_are_as_exact_as_torchs(dtype):
 
 
 def modules_of(sample):
-    """Ours and torch's with one state dict, exchanged strictly in both directions."""
+    """This package's module and torch's with the same state dict, loaded strictly in both directions."""
     made = sample.constructor_input
     pair = [kind(*made.args, **made.kwargs) for kind in (flce_ops.LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)]
     pair[0].load_state_dict(pair[1].state_dict(), strict=True)
@@ -184,7 +189,7 @@ def test_what_torchs_entries_ask_for_and_ours_lacks_is_refused():
 
 
 def test_what_torch_refuses_is_refused():
-    """But for K-dimensional losses of one token without a batch dimension, which are computed."""
+    """Except K-dimensional losses of one token without a batch dimension, which this package computes."""
     computed = []
     for op in op_infos().values():
         for mistake in op.error_inputs("cpu"):

@@ -1,4 +1,4 @@
-"""Tokens of weight 0 are left out as ignored ones are, but counted."""
+"""Tokens of weight 0 are left out as ignored ones are, but they count."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -11,7 +11,7 @@ import flce_ops
 
 
 def weighted(share, **made):
-    """Some tokens ignored, of the others a share of weight 0."""
+    """Some tokens are ignored; a share of the others has weight 0."""
     inputs = make_inputs((N, D, V), dtype=torch.float64, bias=True, token_weight=True, ignored=0.2, **made)
     inputs.token_weight = inputs.token_weight.detach()
     inputs.token_weight[torch.randperm(N)[: round(share * N)]] = 0.0

@@ -12,6 +12,7 @@
 Both passes over the matrices are bound by memory traffic: they read 4 bytes an entry, and write 2 if they make G.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -203,31 +204,24 @@ def known_number_kernel(
     tl.store(row_number_ptr + i, tl.load(student_kl_ptr + token, mask=mask, other=0.0) / LN2, mask=mask)
 
 
+@dataclass(eq=False)
 class Rows:
     """Launches the kernels of one chunk's rows, and holds what they hand each other."""
 
-    def __init__(
-        self,
-        distributions: Distributions,
-        kind: type[Divergence],
-        beta: Tensor | None,
-        valid_tokens: ValidTokens,
-        tile: int,
-    ) -> None:
-        self.distributions, self.kind, self.beta, self.valid_tokens, self.tile = (
-            distributions,
-            kind,
-            beta,
-            valid_tokens,
-            tile,
-        )
-        student, teacher, _ = distributions
+    distributions: Distributions
+    kind: type[Divergence]
+    beta: Tensor | None
+    valid_tokens: ValidTokens
+    tile: int
+
+    def __post_init__(self) -> None:
+        student, teacher, _ = self.distributions
         self.n = student.logits.shape[0]
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
         self.row_number = student.shift.new_empty(self.n)
         self.scale_of_sums: Tensor | None = None
-        # other divergences need a row sum before G; given probabilities may not add up to 1, so they do too
-        self.gradient_at_once = kind is Forward and teacher is not None
+        # the others need a sum of the row first; probabilities that are given may not add up to 1
+        self.gradient_at_once = self.kind is Forward and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """Writes the (s, T, n) sums of the tiles and returns the (s, n) sums of the rows. Makes G, too, if it needs no

@@ -13,6 +13,7 @@ needed once G is made. So 4096 tokens of 151936 classes take 4 chunks of 1024 in
 matrices of a whole chunk they would take 6 of 768. A teacher's probabilities are read where they are.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,25 +78,25 @@ def run_chunks(
     return chunking.chunks
 
 
+@dataclass(eq=False)
 class KlDivStep:
     """The buffers that all chunks of a step share."""
 
-    def __init__(
-        self,
-        operands: KlDivOperands,
-        options: KlDivOptions,
-        valid_tokens: ValidTokens,
-        gradients: Gradients,
-        chunking: RowChunking,
-    ) -> None:
-        self.operands, self.options, self.valid_tokens, self.chunking = operands, options, valid_tokens, chunking
-        self.grad_input, grad_weight, self.bias_sum = gradients
+    operands: KlDivOperands
+    options: KlDivOptions
+    valid_tokens: ValidTokens
+    gradients: Gradients
+    chunking: RowChunking
+
+    def __post_init__(self) -> None:
+        operands, chunking = self.operands, self.chunking
+        self.grad_input, grad_weight, self.bias_sum = self.gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
         self.tile = tiles_for(input).block_n
-        dtype = stored_dtype(input, options.softcap)
-        # the student's logits, then G; the teacher's logits in the last rows
+        dtype = stored_dtype(input, self.options.softcap)
+        # of the student, then G; behind them the teacher's
         self.logits = input.new_empty(chunking.rows * row_numbers(self.classes), dtype=dtype)
         self.teacher_rows = None
         if teacher_input is not None and not fits_in_logits(teacher_input, self.classes, dtype.itemsize):

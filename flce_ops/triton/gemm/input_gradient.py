@@ -12,6 +12,7 @@ V may be split into S ranges, whose products wait in float32 memory until they a
 GEMM's epilogue writes grad_input and needs no such memory.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -182,32 +183,25 @@ def finish_product_kernel(
         store_tile(out_ptr, grad, rows, cols, row_mask, col_mask, stride_out_n)
 
 
+@dataclass(eq=False)
 class InputGradient:
     """grad_input of a chunk, which `add` receives one slice of E at a time."""
 
-    def __init__(
-        self,
-        out: Tensor,  # (n, D) rows of grad_input
-        linear_weight: Tensor,  # (V, D)
-        finish: Finish,
-        valid_tokens: ValidTokens,
-        columns: list[slice],  # the slices of E
-        product: Tensor,  # flat float32 memory; several slices need at least (n, D) numbers
-        live: Steps = EVERY_STEP,  # with one slice only
-    ) -> None:
-        assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
-        self.out, self.linear_weight, self.finish, self.valid_tokens, self.product = (
-            out,
-            linear_weight,
-            finish,
-            valid_tokens,
-            product,
-        )
-        self.live, self.programs = live, multiprocessors(out)
-        self.tiles = input_tiles_for(linear_weight, live=live.number is not None)
-        self.whole = len(columns) == 1
-        self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
-        self.numbers = min(product.shape[0], 2**31 - 1)
+    out: Tensor  # (n, D) rows of grad_input
+    linear_weight: Tensor  # (V, D)
+    finish: Finish
+    valid_tokens: ValidTokens
+    columns: list[slice]  # of the slices
+    product: Tensor  # flat float32 memory; of several slices it has to hold (n, D) numbers
+    live: Steps = EVERY_STEP  # of one slice
+
+    def __post_init__(self) -> None:
+        self.whole = len(self.columns) == 1
+        assert self.out.stride(1) == 1 and (self.whole or self.product.shape[0] >= self.out.numel())
+        self.programs = multiprocessors(self.out)
+        self.tiles = input_tiles_for(self.linear_weight, live=self.live.number is not None)
+        self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
+        self.numbers = min(self.product.shape[0], 2**31 - 1)
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
         assert exponentials.stride(1) == 1

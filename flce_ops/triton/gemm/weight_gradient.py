@@ -30,6 +30,8 @@ dtype, once for each range of tokens. Additions by the memory took as long (H200
 87.9 and 87.4 ms).
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -197,23 +199,21 @@ def weight_gradient_kernel(
                 tl.store(pointer, part, mask=mask)
 
 
+@dataclass(eq=False)
 class WeightGradient:
     """grad_linear_weight of a step of one or several chunks."""
 
-    def __init__(
-        self,
-        out: Tensor,  # (V, D)
-        *,
-        chunks: int,  # at most this many chunks; 1 if `adds`
-        adds: bool = False,  # add to what `out` holds
-        outer: Outer = NO_OUTER,
-        blocks: Steps = EVERY_STEP,
-    ) -> None:
-        self.out, self.room, self.adds, self.blocks = out, LARGEST_SUM // chunks, adds, blocks
-        self.outer = outer
-        self.tiles = main_grad_tiles_for(out) if adds else weight_tiles_for(out)
+    out: Tensor  # (V, D)
+    chunks: int  # at most, in which tokens come; 1 where it adds
+    adds: bool = False  # to what `out` holds
+    outer: Outer = NO_OUTER
+    blocks: Steps = EVERY_STEP
+
+    def __post_init__(self) -> None:
+        out, self.room = self.out, LARGEST_SUM // self.chunks
+        self.tiles = main_grad_tiles_for(out) if self.adds else weight_tiles_for(out)
         self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
-        if chunks > 1:
+        if self.chunks > 1:
             num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
             exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
             self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))

@@ -12,6 +12,7 @@ The logit gradient is G = c E by rows: c multiplies the (n, D) operands, so E is
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from .chunking import Chunking
 from .chunks import MULTIPLE, padded, slices
 from .exponentials import RowSums, launch_exponentials
 from .gradients import Gradients
-from .low_rank_pair import NO_PAIR, Pair
+from .low_rank_pair import NO_PAIR
 from .overlay import Overlay, places, scratch_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
@@ -60,31 +61,27 @@ class StepTokens(NamedTuple):
     gather: Callable[[Tensor], Tensor] | None = None  # (k, n) -> (R, k, n), if ranks share the vocabulary
 
 
+@dataclass(eq=False)
 class OnePassStep:
     """A step: what its chunks share, and the stages of a chunk."""
 
-    # a low-rank pair, with rows for all N tokens, and with the rows of a chunk: low_rank_with_grad.py
-    pair: Pair = NO_PAIR
-    pair_of_chunk: Pair = NO_PAIR
+    call: Any  # WithGrad, or another call with Operands
+    valid_tokens: ValidTokens
+    per_token: StepTokens
+    gradients: Gradients
+    chunking: Chunking
+    smoothing: SmoothingTerms | None = None
 
-    def __init__(
-        self,
-        call: Any,  # WithGrad, or another call with Operands
-        valid_tokens: ValidTokens,
-        per_token: StepTokens,
-        gradients: Gradients,
-        chunking: Chunking,
-        smoothing: SmoothingTerms | None = None,
-    ) -> None:
-        self.call, self.valid_tokens, self.per_token = call, valid_tokens, per_token
-        self.operands: Operands = call.operands
+    def __post_init__(self) -> None:
+        self.operands: Operands = self.call.operands
         self.tokens = self.operands.input.shape[0]  # that the chunks are cut of
-        self.gradients, self.chunking, self.smoothing = gradients, chunking, smoothing
-        self.grad_input, grad_weight, self.bias_sum = gradients
+        self.pair = self.pair_of_chunk = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
+        self.grad_input, grad_weight, self.bias_sum = self.gradients
         self.input_steps = self.weight_steps = EVERY_STEP
         self.backend, self.weight_gradient = backend_for(self.operands.input), None
+        chunking = self.chunking
         if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's own
-            outer = NO_OUTER if smoothing is None else smoothing.weight_terms()
+            outer = NO_OUTER if self.smoothing is None else self.smoothing.weight_terms()
             self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=chunking.most_chunks, outer=outer)
 
     def run(self, recompute: Recompute) -> list[slice]:

@@ -1,0 +1,218 @@
+"""Kernels of linear_support_forward and linear_support_backward: rows whose classes are gathered, without a GEMM.
+
+u_e = input_row(e) . linear_weight_class(e) + linear_bias_class(e)         of the classes of each token
+
+    grad_input_i = sum_(e of i) g_e linear_weight_class(e)      grad_linear_weight_j = sum_(e of j) g_e input_row(e)
+
+A row's numbers and g are those of logits.py, over the entries of a token instead of all classes. Entries are gathered a
+part of the workspace at a time; which sums stay the same in every run: on a CPU all, elsewhere by index_put_'s sort.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import meta
+from ..math.options import LogitOptions
+from ..math.precision import accumulation_dtype
+from ..math.support import Support
+from ..meta.all_classes import gradients_of_all_classes, with_all_classes
+from ..meta.arguments import SupportBackward, SupportForward
+from ..meta.call import takes
+from ..meta.outputs import Gradients
+from ..support.path import record_run
+from ..support.workspace import matrix_bytes
+from .chunks import CPU_CHUNK_BYTES
+from .logits import (
+    activate,
+    activate_with_slope,
+    apply_slope,
+    at_least_finite,
+    softmax_factors,
+    softmax_gradient,
+    two_sum,
+)
+from .valid_tokens import check_target_range
+
+# N tokens, E entries (classes of tokens), D hidden, V vocabulary, L lists of entries
+
+NOTE = "the classes of a support are gathered"
+MATRICES = 3  # gathered rows of both operands and their product
+
+
+class Entries(NamedTuple):
+    """(E,) each, of no token behind the last one: a CPU cuts these off."""
+
+    row: Tensor  # the token, 0 of none
+    column: Tensor  # the class
+    counts: Tensor  # bool
+    at_target: Tensor  # bool
+
+
+def entries_of(call: SupportForward | SupportBackward) -> Entries:
+    classes, offsets, _ = call.support
+    target = call.operands.target.long() - call.vocab_start
+    place = torch.arange(number_of_entries(call.support), device=offsets.device)
+    row = torch.searchsorted(offsets, place, right=True) - 1
+    counts = row < target.shape[0]
+    row, column = torch.where(counts, row, 0), torch.where(counts, classes[: place.shape[0]], 0)
+    return Entries(row, column, counts, counts & (column == target[row]))
+
+
+def number_of_entries(support: Support) -> int:
+    return int(support.offsets[-1]) if support.offsets.device.type == "cpu" else support.classes.shape[0]
+
+
+def entries_at_once(input: Tensor) -> int:
+    nbytes = matrix_bytes(input.shape[0])
+    if input.device.type == "cpu":
+        nbytes = min(nbytes, CPU_CHUNK_BYTES)
+    return max(nbytes // (MATRICES * max(input.shape[1], 1) * accumulation_dtype(input.dtype).itemsize), 1)
+
+
+def parts(call: SupportForward | SupportBackward, entries: int) -> list[slice]:
+    at_once = entries_at_once(call.operands.input)
+    return [slice(start, min(start + at_once, entries)) for start in range(0, entries, at_once)]
+
+
+@takes(SupportForward)
+def forward(call: SupportForward) -> meta.Outputs:
+    results = meta.outputs(call)
+    num_classes = call.operands.linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
+    check_target_range(call.operands.target, num_classes, call.ignore_index)
+    entries, products = entries_of(call), results[-1].fill_(0.0)
+    chunks = parts(call, entries.row.shape[0])
+    for part in chunks:
+        products[part] = torch.where(entries.counts[part], product_of(call, entries, part), 0.0)
+    rows_of_entries(call, entries, products, results)
+    with_all_classes(call, results)
+    record_run(call, call.operands.input.shape[0], len(chunks), NOTE)
+    return results
+
+
+def product_of(call: SupportForward, entries: Entries, part: slice) -> Tensor:  # u, (e,)
+    input, linear_weight, _, linear_bias = call.operands
+    dtype = accumulation_dtype(input.dtype)
+    of_input = input[entries.row[part]].to(dtype)
+    product = of_input.mul_(linear_weight[entries.column[part]]).sum(1)
+    return product if linear_bias is None else product + linear_bias[entries.column[part]].to(dtype)
+
+
+def rows_of_entries(call: SupportForward, entries: Entries, products: Tensor, results: Sequence[Tensor]) -> None:
+    target_logit, lse, expected, max_logit, argmax, squares, mean_logit, lse_rest, _ = results
+    target, (_, offsets, sizes) = call.operands.target, call.support
+    logits = activated(products[: entries.row.shape[0]], call.logits)
+
+    def over_rows(values: Tensor, reduce: str, initial: float) -> Tensor:  # (E,) -> (N,)
+        return torch.segment_reduce(values, reduce, offsets=offsets, initial=initial, unsafe=True)
+
+    row_max = over_rows(logits, "max", -torch.inf)
+    finite = row_max.clamp(min=torch.finfo(row_max.dtype).min)  # no class here, or a bias of -inf on all
+    shifted = logits - finite[entries.row]
+    exponentials = shifted.exp()
+    row_sum = over_rows(exponentials, "sum", 0.0)
+    log_sum = row_sum.log()
+    has_target = over_rows(entries.at_target.to(logits.dtype), "max", 0.0) > 0.0
+    of_target = over_rows(torch.where(entries.at_target, logits, -torch.inf), "max", -torch.inf)
+    column = target.long() - call.vocab_start
+    here = (column >= 0) & (column < call.operands.linear_weight.shape[0])
+    total, rest = two_sum(finite, log_sum)
+    counts = sizes > 0
+    fill(target_logit, counts, torch.where(has_target, of_target, torch.where(here, -torch.inf, 0.0)))
+    fill(lse, counts, total)
+    fill(lse_rest, counts, rest)
+    if call.expected_log_prob:
+        moment = over_rows(at_least_finite(shifted.clone()) * exponentials, "sum", 0.0)
+        fill(expected, counts, moment / row_sum - log_sum)
+    if call.argmax:
+        num_classes = call.operands.linear_weight.shape[0]
+        is_largest = logits == row_max[entries.row]
+        first = over_rows(torch.where(is_largest, entries.column, num_classes).double(), "min", num_classes)
+        fill(max_logit, counts, row_max)
+        fill(argmax, counts, torch.where(first < num_classes, first, 0.0).long(), -1)
+    if call.log_sum_sq_probs:
+        fill(squares, counts, over_rows(exponentials.square(), "sum", 0.0).log() - 2.0 * log_sum)
+    if call.mean_logit:
+        fill(mean_logit, counts, over_rows(logits, "sum", 0.0) / sizes)
+
+
+def activated(products: Tensor, options: LogitOptions) -> Tensor:
+    return activate(products.clone(), options)
+
+
+def fill(result: Tensor, counts: Tensor, values: Tensor, otherwise: float = 0.0) -> None:
+    """(N,) each; ignored tokens have no entries."""
+    result.copy_(torch.where(counts, values, otherwise))
+
+
+@takes(SupportBackward)
+def backward(call: SupportBackward) -> Gradients:
+    results, holds = gradients_of_all_classes(call)
+    if not holds:
+        for result in results:
+            result.zero_()
+    entries = entries_of(call)
+    chunks = parts(call, entries.row.shape[0])
+    grad = gradient_of_entries(call, entries)
+    input, linear_weight, *_ = call.operands
+    want_input, want_weight, want_bias = call.output_mask
+    if want_input:
+        add_lists(results[0], entries.row, entries.column, grad, linear_weight, chunks)
+    if want_weight or want_bias:
+        order = torch.where(entries.counts, entries.column, linear_weight.shape[0]).sort(stable=True).indices
+        if want_weight:
+            add_lists(results[1], entries.column[order], entries.row[order], grad[order], input, chunks)
+        if want_bias:
+            total = results[2].to(grad.dtype)
+            add_at(total, entries.column[order], grad[order])
+            results[2].copy_(total)
+    record_run(call, input.shape[0], len(chunks), NOTE)
+    return results
+
+
+def gradient_of_entries(call: SupportBackward, entries: Entries) -> Tensor:  # g, (E,)
+    row, counts = entries.row, entries.counts
+    valid = call.support.sizes > 0
+    cotangents = call.cotangents.masked(valid, valid, call.lse.dtype)
+    factors = softmax_factors(call, valid, cotangents.grad_lse)
+    products = call.products[: row.shape[0]].clone().unsqueeze(1)
+    logits, slope = activate_with_slope(products, call.logits)
+    of_entries = type(factors)(*(None if number is None else number[row] for number in factors))
+    grad = softmax_gradient(logits, of_entries)
+    if cotangents.grad_target_logit is not None:
+        grad += torch.where(entries.at_target, cotangents.grad_target_logit[row], 0.0).unsqueeze(1)
+    return torch.where(counts, apply_slope(grad, slope).squeeze(1), 0.0)
+
+
+def add_lists(
+    out: Tensor,  # (L, D)
+    to: Tensor,  # (E,) of `out`, in order
+    of: Tensor,  # (E,) of `table`
+    factor: Tensor,  # (E,)
+    table: Tensor,
+    chunks: Sequence[slice],
+) -> None:
+    """out_to += factor_e table_of, in the accumulation dtype. A CPU rounds each sum of a chunk once."""
+    total = out
+    if out.device.type != "cpu" and out.dtype != factor.dtype:
+        total = out.to(factor.dtype)
+    for part in chunks:
+        rows = table[of[part]].to(factor.dtype).mul_(factor[part].unsqueeze(1))
+        if out.device.type == "cpu":
+            lists, place = torch.unique_consecutive(to[part], return_inverse=True)
+            sums = out[lists].to(factor.dtype).index_add_(0, place, rows)
+            out[lists] = sums.to(out.dtype)
+        else:
+            add_at(total, to[part], rows)
+    if total is not out:
+        out.copy_(total)
+
+
+def add_at(out: Tensor, to: Tensor, values: Tensor) -> None:
+    """The same sum in every run."""
+    if out.device.type == "cpu":
+        out.index_add_(0, to, values)
+    else:
+        out.index_put_((to,), values, accumulate=True)

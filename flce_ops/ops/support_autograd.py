@@ -1,0 +1,58 @@
+"""What the operators of a support save and what comes back; nothing here computes a logit.
+
+forward            saves its arguments, lse and the products             <- backward
+backward           saves nothing                                         <- refused by name
+"""
+
+from ..math.options import Cotangents
+from ..meta.arguments import SupportBackward, SupportForward
+from ..support.holes import refuse_hole
+from .autograd import finite_in_empty_rows
+from .function import OPERANDS, OperatorFunction, wanted, where_wanted
+
+
+class ForwardFunction(OperatorFunction):
+    function = "linear_log_probs"
+    arguments = SupportForward
+    with_derivative = ("target_logit", "lse", "expected_log_prob")
+
+    @classmethod
+    def for_backward(cls, ctx, call, results):
+        _, lse, expected_log_prob, *_, lse_rest, products = results
+        return lse, expected_log_prob, lse_rest, products
+
+    @classmethod
+    def gradients(cls, ctx, call, saved, grad_target_logit, grad_lse, grad_expected_log_prob, *_):
+        lse, expected_log_prob, lse_rest, products = saved
+        mask = wanted(ctx, SupportForward, *OPERANDS)
+        expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
+        if call.vocab_size is not None:  # a shard may have none of a token's classes
+            if expected_log_prob is not None:
+                expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
+            lse = finite_in_empty_rows(lse, lse)
+        gradients = SupportBackward.like(
+            call,
+            cotangents=Cotangents(grad_target_logit, grad_lse, None),
+            products=products,
+            lse=lse,
+            output_mask=mask,
+            grad_expected_log_prob=grad_expected_log_prob,
+            expected_log_prob=expected_log_prob,
+            lse_rest=lse_rest,
+        ).dispatched()
+        return where_wanted(gradients, mask)
+
+
+class BackwardFunction(OperatorFunction):
+    """It has no derivative."""
+
+    function = "linear_log_probs"
+    arguments = SupportBackward
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        """Saves nothing."""
+
+    @classmethod
+    def backward(cls, ctx, *_):
+        refuse_hole(cls.function, "second of a support")

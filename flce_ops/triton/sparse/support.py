@@ -1,0 +1,325 @@
+"""CUDA kernels of linear_support_forward and linear_support_backward: gathers, and no GEMM.
+
+             classes of i            D                        V classes                D
+    i   │ 3 │ 7 │ 9 │         ┌───────────┐            3  │ i │ k │            ┌───────────┐
+          └───┴───┴───────────│  row 7    │ · input_i        └───┴────────────│  row i    │
+                              └───────────┘                                   └───────────┘
+                              linear_weight                                       input
+    forward    u = input_i . row, one program a token; then the numbers of its row, in nats
+    backward   g of each entry, from u; grad_input_i = sum g row: the lists of the tokens, as they are
+                                        grad_linear_weight_j = sum g row: the lists of the classes, by a sort
+
+The lists are those of a sparse gradient (gather_sums.py), and their sums the same in every run. A token's list is never
+split, so that its grad_input does not depend on other tokens.
+
+A row of one class has logsumexp and target from one number, so its log-probability is 0 exactly.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import meta
+from ...math.support import Support
+from ...meta.all_classes import gradients_of_all_classes, with_all_classes
+from ...meta.arguments import SupportBackward, SupportForward
+from ...meta.call import takes
+from ...objectives.in_triton import LN2, number
+from ...support.path import record_run
+from ...support.target_range import assert_in_range, in_range
+from ..gemm.logits_gemm import base2_logits
+from ..gemm.tma import load_tile
+from ..launch.replay import Kernel
+from ..rows.two_sum import in_two_float32
+from ..steps.chunks import contiguous
+from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
+
+# N tokens, E entries (classes of tokens), D hidden, V vocabulary
+
+ENTRIES = 8  # rows of linear_weight at a time: 64 products of a thread
+NUMBERS = 64  # entries of a row at a time, of which u is known
+UNSPLIT = 1 << 30  # a list's entries, never so many
+SPLIT = 256  # entries of a class beyond which its list is cut, as those of a sparse gradient
+SPLITS = 256  # of all classes, at most: their float32 sums take 4 MiB at D = 4096
+TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # of a program that gathers
+
+
+@Kernel
+def support_products_kernel(
+    operands,  # RowOperands
+    support,  # Support
+    products_ptr,  # (E,) out
+    D,
+    input_stride,  # of tokens and features
+    weight_stride,  # of classes and features
+    ENTRIES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    for first in range(begin, end, ENTRIES):
+        place = first + tl.arange(0, ENTRIES)
+        here = place < end
+        column = tl.load(support.classes + place, mask=here, other=0)
+        acc = tl.zeros((ENTRIES, BLOCK_D), tl.float32)
+        for start in range(0, D, BLOCK_D):
+            d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+            x = tl.load(operands.input + token * input_stride[0] + d * input_stride[1], mask=d < D, other=0.0)
+            w = load_tile(operands.linear_weight, column, d, here, d < D, *weight_stride)
+            acc += x.to(tl.float32)[None, :] * w.to(tl.float32)
+        product = tl.sum(acc, 1)
+        if operands.linear_bias is not None:
+            product += tl.load(operands.linear_bias + column, mask=here, other=0.0).to(tl.float32)
+        tl.store(products_ptr + place, product, mask=here)
+
+
+@triton.jit
+def logits_in_nats(product, logit_options):
+    """z, and dz/du."""
+    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
+    if logit_options.softcap is not None:
+        z2, slope = base2_logits(product, None, logit_options, logit_scale, softcap)
+        return z2 * LN2, slope * logit_scale
+    else:
+        return product * logit_scale, tl.zeros_like(product) + logit_scale
+
+
+@Kernel
+def support_rows_kernel(
+    operands,  # RowOperands
+    support,  # Support
+    products_ptr,  # (E,)
+    results,  # eight of (N,), out; None for those not asked for
+    logit_options,  # LogitOptions
+    V,  # classes here
+    vocab_start,
+    BLOCK: tl.constexpr,
+):
+    """One program a token: its largest logit, then its sums beside that. 0 and argmax -1 without a support."""
+    target_logit_out, lse_out, expected_out, max_logit_out, argmax_out, squares_out, mean_out, lse_rest_out = results
+    token = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    size = tl.load(support.sizes + token)
+    target = tl.load(operands.target + token).to(tl.int64) - vocab_start
+    largest, first_largest = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int64)
+    missing = tl.where((target >= 0) & (target < V), float("-inf"), 0.0)
+    of_target, is_here = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for first in range(begin, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        here = place < end
+        column = tl.load(support.classes + place, mask=here, other=-1)
+        z, _ = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_options)
+        z = tl.where(here, z, float("-inf"))
+        of_block = tl.max(z, 0)
+        column_of_block = tl.min(tl.where(here & (z == of_block), column, V), 0)
+        first_largest = tl.where(of_block > largest, column_of_block, first_largest)
+        largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
+        at_target = here & (column == target)
+        is_here = tl.maximum(is_here, tl.max(at_target.to(tl.int32), 0))
+        of_target = tl.maximum(
+            of_target, tl.max(tl.where(at_target, z, float("-inf")), 0), propagate_nan=tl.PropagateNan.ALL
+        )
+    reference = tl.where(largest == float("-inf"), 0.0, largest)  # a bias of -inf, or no class here
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    summed = tl.zeros((BLOCK,), tl.float32)
+    for first in range(begin, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        here = place < end
+        z, _ = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_options)
+        exponential = tl.where(here, tl.exp(z - reference), 0.0)
+        total += exponential
+        moment += tl.where(exponential > 0.0, exponential * (z - reference), 0.0)
+        squares += exponential * exponential
+        summed += tl.where(here, z, 0.0)
+    row_sum = tl.sum(total, 0)
+    log_sum = tl.log(row_sum)
+    lse, rest = in_two_float32(reference.to(tl.float64) + log_sum.to(tl.float64))
+    counts = size > 0
+    tl.store(target_logit_out + token, tl.where(counts, tl.where(is_here > 0, of_target, missing), 0.0))
+    tl.store(lse_out + token, tl.where(counts, lse, 0.0))
+    tl.store(lse_rest_out + token, tl.where(counts, rest.to(tl.float32), 0.0))
+    if expected_out is not None:
+        tl.store(expected_out + token, tl.where(counts, tl.sum(moment, 0) / row_sum - log_sum, 0.0))
+    if argmax_out is not None:
+        tl.store(max_logit_out + token, tl.where(counts, largest, 0.0))
+        tl.store(argmax_out + token, tl.where(counts, first_largest, -1))
+    if squares_out is not None:
+        tl.store(squares_out + token, tl.where(counts, tl.log(tl.sum(squares, 0)) - 2.0 * log_sum, 0.0))
+    if mean_out is not None:
+        tl.store(mean_out + token, tl.where(counts, tl.sum(summed, 0) / size, 0.0))
+
+
+@takes(SupportForward)
+def launch_forward(call: SupportForward) -> meta.Outputs:
+    results = meta.outputs(call)
+    call.operands = call.operands._replace(**vectors(call))
+    input, linear_weight, target, _ = call.operands
+    tokens, hidden = input.shape
+    num_classes = linear_weight.shape[0]
+    *of_rows, products = results
+    all_classes = num_classes if call.vocab_size is None else call.vocab_size
+    with torch.cuda.device_of(input):
+        assert_in_range(in_range(target, all_classes, call.ignore_index).all(), target, all_classes, call.ignore_index)
+        support_products_kernel[(tokens,)](
+            call.operands,
+            call.support,
+            products,
+            hidden,
+            input.stride(),
+            linear_weight.stride(),
+            ENTRIES=ENTRIES,
+            BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+            num_warps=4,
+        )
+        wanted = tuple(result if result.numel() else None for result in of_rows)
+        support_rows_kernel[(tokens,)](
+            call.operands,
+            call.support,
+            products,
+            wanted,
+            call.logits,
+            num_classes,
+            call.vocab_start,
+            BLOCK=NUMBERS,
+            num_warps=1,
+        )
+        with_all_classes(call, results)
+    record_run(call, tokens, 1, NOTE)
+    return results
+
+
+NOTE = "the classes of a support are gathered"
+
+
+def vectors(call: SupportForward | SupportBackward) -> dict[str, Tensor | None]:
+    target, linear_bias = contiguous(*call.operands[2:])
+    return {"target": target, "linear_bias": linear_bias}
+
+
+@Kernel
+def support_gradient_kernel(
+    target_ptr,  # (N,)
+    support,  # Support
+    products_ptr,  # (E,)
+    rows,  # five of (N,): lse, what its rounding took, expected log p; cotangents of lse and of that; None for none
+    grad_target_ptr,  # (N,), or None
+    logit_options,  # LogitOptions
+    grad_ptr,  # (E,) out
+    entries_ptr,  # (E,) int64, out: the same above the class
+    vocab_start,
+    BLOCK: tl.constexpr,
+):
+    """One program a token."""
+    lse_ptr, lse_rest_ptr, expected_ptr, grad_lse_ptr, grad_expected_ptr = rows
+    token = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    target = tl.load(target_ptr + token).to(tl.int64) - vocab_start
+    lse = tl.load(lse_ptr + token)
+    share = tl.full((), 1.0, tl.float32)
+    rest = tl.full((), 0.0, tl.float32)
+    if lse_rest_ptr is not None:
+        rest = tl.load(lse_rest_ptr + token)
+        share = tl.exp(-rest)
+    factor, of_log_p = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    if grad_lse_ptr is not None:
+        factor = tl.load(grad_lse_ptr + token).to(tl.float32)
+    if grad_expected_ptr is not None:
+        of_log_p = tl.load(grad_expected_ptr + token).to(tl.float32)
+        factor -= of_log_p * (tl.load(expected_ptr + token) + rest)
+    of_target = tl.full((), 0.0, tl.float32)
+    if grad_target_ptr is not None:
+        of_target = tl.load(grad_target_ptr + token).to(tl.float32)
+    for first in range(begin, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        here = place < end
+        column = tl.load(support.classes + place, mask=here, other=-1)
+        z, slope = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_options)
+        p = tl.exp(z - lse) * share
+        grad = p * factor
+        if grad_expected_ptr is not None:
+            grad += tl.where(p > 0.0, p * (z - lse), 0.0) * of_log_p
+        grad += tl.where(column == target, of_target, 0.0)
+        grad *= slope
+        tl.store(grad_ptr + place, grad, mask=here)
+        bits = grad.to(tl.int32, bitcast=True).to(tl.int64) << 32
+        tl.store(entries_ptr + place, bits | column, mask=here)
+
+
+@takes(SupportBackward)
+def launch_backward(call: SupportBackward) -> meta.Gradients:
+    results, add = gradients_of_all_classes(call)
+    call.operands = call.operands._replace(**vectors(call))
+    input, linear_weight, *_ = call.operands
+    grad = call.products.new_empty(call.products.shape)
+    entries = torch.empty_like(call.support.classes)
+    rows = contiguous(
+        call.lse,
+        call.lse_rest,
+        call.expected_log_prob,
+        call.cotangents.grad_lse,
+        call.grad_expected_log_prob,
+        call.cotangents.grad_target_logit,
+    )
+    with torch.cuda.device_of(input):
+        support_gradient_kernel[(input.shape[0],)](
+            call.operands.target,
+            call.support,
+            call.products,
+            rows[:5],
+            rows[5],
+            call.logits,
+            grad,
+            entries,
+            call.vocab_start,
+            BLOCK=NUMBERS,
+            num_warps=1,
+        )
+        want_input, want_weight, want_bias = call.output_mask
+        if want_input:
+            lengths = call.support.offsets.diff()
+            launch_sums(entries, lengths, linear_weight, results[0], add, UNSPLIT, TOKEN_COLUMNS)
+        if want_weight or want_bias:
+            order, token, starts = by_class(call.support, input.shape[0], linear_weight.shape[0])
+            grad = grad[order]
+            if want_weight:
+                of_classes = grad.view(torch.int32).long() << 32 | token
+                launch_sums(of_classes, starts.diff(), input, results[1], add, SPLIT, CLASS_COLUMNS)
+            if want_bias:
+                total = torch.segment_reduce(grad, "sum", offsets=starts, initial=0.0, unsafe=True)
+                results[2].copy_(total + results[2] if add else total)
+    record_run(call, input.shape[0], 1, NOTE)
+    return results
+
+
+def by_class(support: Support, tokens: int, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries by class, and by token within one: (E,) where each stands, its token; (V + 1,) where the classes begin.
+
+    Behind these stand entries of no token.
+    """
+    place = torch.arange(support.classes.shape[0], device=support.classes.device)
+    token = torch.searchsorted(support.offsets, place, right=True) - 1
+    key = torch.where(token < tokens, support.classes, num_classes) * tokens + token
+    key, order = key.sort()
+    classes = torch.arange(num_classes + 1, device=place.device) * tokens
+    return order, key % max(tokens, 1), torch.searchsorted(key, classes)
+
+
+def launch_sums(
+    entries: Tensor,  # (E,) int64, one list after another
+    lengths: Tensor,  # (L,)
+    table: Tensor,  # (T, D)
+    out: Tensor,  # (L, D)
+    add: bool,
+    shortest: int,  # split
+    columns: int,
+) -> None:
+    lengths = lengths.int()
+    behind, splits, split = torch.empty_like(lengths), torch.empty_like(lengths), lengths.new_empty(())
+    lists = SplitLists(entries, lengths, behind, split, splits)
+    launch_split_lists(lists, shortest, SPLITS)
+    sums = out.new_empty(SPLITS, out.shape[1], dtype=torch.float32)
+    launch_gather_lists(lists, sums, table, out, add=add, columns=columns)

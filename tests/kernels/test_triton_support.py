@@ -1,0 +1,121 @@
+"""The Triton kernels of a support, on the CPU through Triton's interpreter, and compiled for an absent GPU."""
+
+# N tokens, K ids of each, E ids of all, D hidden, V vocabulary
+
+import pytest
+import torch
+from fresh_process import run_script
+from inputs import scalars
+from reference_loss import error
+from reference_support import draw
+
+from flce_ops.aten import support as in_aten
+from flce_ops.math.support import SortedIds, TokenIds
+from flce_ops.triton.sparse import support as in_triton
+
+interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
+ASKED = dict.fromkeys(("expected_log_prob", "argmax", "log_sum_sq_probs", "mean_logit"), True)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
+CASES = [(torch.float32, False, {}), (torch.float16, True, {"softcap": 4.0, "logit_scale": 0.7})]
+SHAPES = [((11, 37, 31), 5), ((3, 1100, 90), 70), ((60, 8, 3), 3)]  # several blocks of D and of ids; split lists
+
+
+def prepared(shape, width, dtype, bias, shard=None):
+    inputs, ids = draw(shape, width, dtype=dtype, bias=bias, requires_grad=False)
+    begins = torch.arange(shape[0]) * ids.shape[1]
+    given = TokenIds(ids.flatten(), begins, begins + ids.shape[1])
+    shard = shard or slice(0, shape[2])
+    return inputs, SortedIds(given, inputs.target != -100, shape[2]).support(shard)
+
+
+def double(*tensors):
+    return [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+@interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape, width", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, bias, options", CASES, ids=str)
+def test_rows_and_gradients_are_those_of_aten_in_float64(
+    dtype, bias, options, shape, width, poisoned_memory, monkeypatch
+):
+    monkeypatch.setattr(in_triton, "SPLIT", 16)
+    inputs, support = prepared(shape, width, dtype, bias)
+    entries = int(support.offsets[-1])
+    options = scalars(options)
+    single = {name: value.float() for name, value in options.items()}
+    found = in_triton.launch_forward(*inputs.args, *support, **ASKED, **single)
+    truth = in_aten.forward(*double(*inputs.args), *support, **ASKED, **options)
+    for number, (ours, exact) in enumerate(zip(found, truth, strict=True)):
+        if number == 8:
+            ours, exact = ours[:entries], exact[:entries]
+        if number == 4:
+            assert torch.equal(ours, exact)
+        elif number != 7:  # what the rounding of lse took
+            assert error(ours, exact) <= TOLERANCE[dtype], number
+    cotangents = [torch.randn(shape[0]) for _ in range(3)]
+    every = {"output_mask": [True, True, bias]}
+
+    def gradients(backward, results, args, cotangents, options):
+        target_logit, lse, entropy = cotangents
+        others = {"grad_expected_log_prob": entropy, "expected_log_prob": results[2], "lse_rest": results[7]}
+        return backward(target_logit, lse, None, *args, *support, results[8], results[1], **every, **others, **options)
+
+    ours = gradients(in_triton.launch_backward, found, inputs.args, cotangents, single)
+    exact = gradients(in_aten.backward, truth, double(*inputs.args), double(*cotangents), options)
+    for mine, right in zip(ours, exact):
+        assert mine.shape == right.shape
+        if mine.numel():
+            assert error(mine, right) <= TOLERANCE[dtype]
+
+
+@interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("classes", [slice(0, 0 + 13), slice(13, 31), slice(30, 31)], ids=str)
+def test_a_shard_has_its_own_classes(classes):
+    inputs, support = prepared((11, 37, 31), 5, torch.float32, True, classes)
+    input, linear_weight, target, linear_bias = inputs.args
+    args = (input, linear_weight[classes], target, linear_bias[classes])
+    options = {"vocab_start": classes.start, "vocab_size": 31, **ASKED}
+    found = in_triton.launch_forward(*args, *support, **options)
+    truth = in_aten.forward(*double(*args), *support, **options)
+    for number, (ours, exact) in enumerate(zip(found[:7], truth[:7])):
+        here = truth[1].isfinite() if number in (2, 5) else torch.ones_like(exact, dtype=torch.bool)
+        ours, exact = ours[here].double(), exact[here].double()
+        assert torch.equal(ours.isinf(), exact.isinf()), number
+        assert error(ours.nan_to_num(neginf=0.0), exact.nan_to_num(neginf=0.0)) < 3e-6, number
+
+
+@interpreter
+def test_strides_do_not_matter():
+    inputs, support = prepared((11, 37, 31), 5, torch.float16, True)
+    input, linear_weight, target, linear_bias = inputs.args
+    apart = (
+        torch.stack([input, input], 1)[:, 1],
+        linear_weight.T.contiguous().T,
+        target.repeat_interleave(2)[::2],
+        linear_bias.repeat_interleave(2)[::2],
+    )
+    for ours, usual in zip(
+        in_triton.launch_forward(*apart, *support)[:2], in_triton.launch_forward(*inputs.args, *support)
+    ):
+        assert torch.equal(ours, usual)
+
+
+COMPILED = """
+import os
+os.environ["TRITON_INTERPRET"] = "0"
+import torch
+import flce_ops
+
+ids = torch.empty(512, 80, dtype=torch.int64, device="meta")
+options = {"softcap": 30.0, "temperature": 0.7, "entropy": True, "argmax": True, "return_metrics": ["mean_logit"]}
+head = {"function": flce_ops.linear_log_probs, "arch": 90, "support": ids}
+assert flce_ops.warmup(512, 1000, **head) > 10
+assert flce_ops.warmup(512, 1000, bias=True, **options, **head) > 2
+"""
+
+
+def test_kernels_compile_for_a_gpu():
+    done = run_script(COMPILED)
+    assert done.returncode == 0, done.stderr
