@@ -217,6 +217,16 @@ def test_the_page_of_non_goals_is_in_the_navigation_and_in_the_readme():
     assert "(docs/non_goals.md)" in text_of("README.md")
 
 
+def test_the_page_of_reliability_names_commands_and_tests_that_exist():
+    page, makefile = text_of("docs/reliability.md"), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)`", page)) <= targets
+    assert {"check", "test", "test-all", "test-gpu", "nightly", "matrix"} <= set(re.findall(r"`make ([\w-]+)`", page))
+    for module in re.findall(r"`python -m ([\w.]+)", page):
+        assert importlib.util.find_spec(module) is not None, module
+    assert "reliability.md" in (ROOT / "mkdocs.yml").read_text() and "(docs/reliability.md)" in text_of("README.md")
+
+
 def test_the_page_of_stability_has_every_public_name_and_the_bounds_of_the_package():
     page, package = text_of("docs/stability.md"), text_of("pyproject.toml")
     assert not [name for name in flce_ops.__all__ if name != "__version__" and f"`{name}`" not in page]
