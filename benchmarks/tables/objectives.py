@@ -63,8 +63,6 @@ TIMES = {  # mode: its name on the page, and its peers with their names
     "kl_forward": ("forward divergence", {"liger": "Liger"}),
     "kl_reverse": ("reverse", {"liger": "Liger"}),
     "kl_jsd": ("jsd", {"liger": "Liger"}),
-    "kl_tv": ("total variation", {}),
-    "kl_nla": ("-log of the acceptance rate", {}),
 }
 
 

@@ -25,10 +25,9 @@ from ...math.support import Support
 from ...meta.all_classes import gradients_of_all_classes, with_all_classes
 from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
-from ...objectives.in_triton import LN2, number
 from ...support.path import record_run
 from ...support.target_range import assert_in_range, in_range
-from ..gemm.logits_gemm import base2_logits
+from ..gemm.logits_gemm import base2_logits, loaded
 from ..gemm.tma import load_tile
 from ..launch.replay import Kernel
 from ..rows.two_sum import in_two_float32
@@ -78,12 +77,11 @@ def support_products_kernel(
 @triton.jit
 def logits_in_nats(product, logit_options):
     """z, and dz/du."""
-    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
-    if logit_options.softcap is not None:
-        z2, slope = base2_logits(product, None, logit_options, logit_scale, softcap)
-        return z2 * LN2, slope * logit_scale
-    else:
-        return product * logit_scale, tl.zeros_like(product) + logit_scale
+    options = loaded(logit_options)
+    z, slope = base2_logits(product, None, options, 1.0)
+    if logit_options.softcap is None:
+        slope = tl.full(product.shape, 1.0, tl.float32)
+    return z, slope * options.logit_scale
 
 
 @Kernel
