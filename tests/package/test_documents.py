@@ -306,10 +306,10 @@ def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
 def test_the_public_workflow_runs_what_a_submission_does_with_its_inputs():
     workflow, submission = (text_of(name) for name in (".github/workflows/ci.yml", ".ci/run"))
     runs = re.findall(r"- run: (.*)", workflow)
-    assert runs[:2] == ["make check", "make test"]
+    assert runs[:2] == ["make check", "make test-all"] and submission.endswith("\nmake test-all\n")
     (seed,) = re.findall(r"FLCE_TEST_SEED:-(\d+)", submission)
     assert re.findall(r'FLCE_TEST_SEED: "(\d+)"', workflow) == [seed]
-    assert "make newest" in workflow
+    assert "make newest" in workflow and "make matrix" in workflow
 
 
 def test_a_release_is_tested_on_every_python_of_the_package_before_it_is_published():
