@@ -1,6 +1,9 @@
 # make demo   trains a small GPT with the operator and with F.cross_entropy, compares them -> demo_output/
 # make check  ruff, mypy, the layering, and tests of every part of the package: what to run between edits, 80 seconds
-# make test   ruff, mypy, pytest (the tests marked `gpu` only where CUDA is)
+# make test   ruff, mypy, pytest (the tests marked `gpu` only where CUDA is), of slow tests a part: 10 minutes
+# make test-all  every test that needs no GPU: what .ci/run calls, 30 minutes
+# make nightly   20,000 random cases on the CPU, 2,000 of the kernels in Triton's interpreter, 10,000 steps of one process
+# make matrix the core of the tests under the oldest torch and Triton that the package allows, and under the newest
 # make test-gpu the tests that need a GPU, on all cards at once
 # make newest runs the kernels' tests under the newest Triton that the package allows (1 GB more in .venv; Linux)
 # make wheel  builds sdist and wheel into dist/, and tests the wheel in an environment that PYTHON makes: release/smoke.py
@@ -25,7 +28,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
 
-.PHONY: demo check test test-gpu newest deepspeed wheel docs lint types format toolchain clean
+.PHONY: demo check test test-all test-gpu nightly matrix newest deepspeed wheel docs lint types format toolchain clean
 
 demo: $(INSTALLED) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -42,8 +45,36 @@ test: lint types toolchain
 	    echo "CUDA: running every test"; $(BIN)/python -m pytest $(PYTEST_ARGS); \
 	else \
 	    echo "no CUDA: leaving out the tests marked gpu"; \
-	    $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_WORKERS) $(PYTEST_ARGS); \
+	    $(BIN)/python -m pytest -m "not gpu and not multigpu" --quick $(PYTEST_WORKERS) $(PYTEST_ARGS); \
 	fi
+
+test-all: lint types toolchain
+	$(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+FUZZ_SEED ?= $(shell date +%Y%m%d)
+
+nightly: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --cases 20000 --workers $$(nproc) --seed $(FUZZ_SEED)
+	$(BIN)/python -m tests.fuzz --hypothesis --cases 2000 --seed $(FUZZ_SEED)
+	$(BIN)/python -m tests.fuzz --device interpreter --cases 2000 --workers $$(nproc) --seed $(FUZZ_SEED)
+	$(BIN)/python -m tests.long_run --steps 10000
+
+# Environments of their own. PyPI's torch brings CUDA, 5 GB each, unless PIP_EXTRA_INDEX_URL names the CPU builds.
+CORE := import torch_private compile scalars export opcheck graphs numerics cross_entropy ops kl_div_operator \
+    double_backward func checkpoint faults replay replay_faults
+MATRIX_TOOLS := "pytest>=9" "pytest-xdist>=3.8" "expecttest>=0.3" "hypothesis>=6.100"
+# Triton 3.6's interpreter does not work with numpy 2.4
+OLDEST := "torch==2.11.*" "numpy==2.2.*"
+NEWEST := torch numpy
+
+matrix:
+	for versions in oldest newest; do \
+	    $(PYTHON) -m venv $(VENV)-$$versions && \
+	    if [ $$versions = oldest ]; then set -- $(OLDEST); else set -- $(NEWEST); fi && \
+	    $(VENV)-$$versions/bin/python -m pip install --disable-pip-version-check --quiet --upgrade "$$@" $(MATRIX_TOOLS) && \
+	    $(VENV)-$$versions/bin/python -m pytest -m "not gpu and not multigpu" --quick $(PYTEST_WORKERS) $(PYTEST_ARGS) \
+	        $(CORE:%=tests/*/test_%.py) || exit 1; \
+	done
 
 # The tests that need a GPU: the cards' share of the cores as workers, at most 13 a card, then those that need two cards.
 CARDS = $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count())')
@@ -102,4 +133,4 @@ toolchain: $(INSTALLED)
 	    || echo "NOTE: no Python.h, so torch.compile cannot build its CPU code: apt-get install python3-dev"
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info demo_output .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist site *.egg-info demo_output .pytest_cache .ruff_cache

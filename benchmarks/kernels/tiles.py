@@ -41,13 +41,13 @@ INPUT_CANDIDATES = {
     "128x256x64 s4": INPUT_TILES["hopper"],
     "128x256x64 s3": replace(INPUT_TILES["hopper"], num_stages=3),
     "256x128x64 s4": INPUT_TILES["hopper, columns of 128"],
-    "128x128x32 pointers": INPUT_TILES["ampere"],
+    "128x128x32 pointers": INPUT_TILES["hopper, by pointers"],
 }
 WEIGHT_CANDIDATES = {
     "128x256x64 s3 flat": WEIGHT_TILES["hopper"],
     "128x256x64 s3": replace(WEIGHT_TILES["hopper"], flatten=False),
     "128x256x64 s3 flat g16": replace(WEIGHT_TILES["hopper"], group=16),
-    "128x128x32 pointers": WEIGHT_TILES["ampere"],
+    "128x128x32 pointers": WEIGHT_TILES["hopper, by pointers"],
 }
 PARTS = 4  # slices of V for which the memory of the input gradient's products suffices
 

@@ -38,6 +38,7 @@ def example(device):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=tolerance, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", worlds(2, 4, gloo=(2,)))
 def test_benchmark_writes_its_rows_and_all_providers_agree(world, tmp_path):
     run_in_world(world, benchmark, str(tmp_path))

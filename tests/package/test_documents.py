@@ -217,6 +217,16 @@ def test_the_page_of_non_goals_is_in_the_navigation_and_in_the_readme():
     assert "(docs/non_goals.md)" in text_of("README.md")
 
 
+def test_the_page_of_reliability_names_commands_and_tests_that_exist():
+    page, makefile = text_of("docs/reliability.md"), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)`", page)) <= targets
+    assert {"check", "test", "test-all", "test-gpu", "nightly", "matrix"} <= set(re.findall(r"`make ([\w-]+)`", page))
+    for module in re.findall(r"`python -m ([\w.]+)", page):
+        assert importlib.util.find_spec(module) is not None, module
+    assert "reliability.md" in (ROOT / "mkdocs.yml").read_text() and "(docs/reliability.md)" in text_of("README.md")
+
+
 def test_the_page_of_stability_has_every_public_name_and_the_bounds_of_the_package():
     page, package = text_of("docs/stability.md"), text_of("pyproject.toml")
     assert not [name for name in flce_ops.__all__ if name != "__version__" and f"`{name}`" not in page]
@@ -296,10 +306,10 @@ def test_the_figure_of_the_readme_is_drawn_from_the_csv(tmp_path):
 def test_the_public_workflow_runs_what_a_submission_does_with_its_inputs():
     workflow, submission = (text_of(name) for name in (".github/workflows/ci.yml", ".ci/run"))
     runs = re.findall(r"- run: (.*)", workflow)
-    assert runs[:2] == ["make check", "make test"]
+    assert runs[:2] == ["make check", "make test-all"] and submission.endswith("\nmake test-all\n")
     (seed,) = re.findall(r"FLCE_TEST_SEED:-(\d+)", submission)
     assert re.findall(r'FLCE_TEST_SEED: "(\d+)"', workflow) == [seed]
-    assert "make newest" in workflow
+    assert "make newest" in workflow and "make matrix" in workflow
 
 
 def test_a_release_is_tested_on_every_python_of_the_package_before_it_is_published():

@@ -30,7 +30,11 @@ def tiles_for(input: Tensor) -> LogitsTiles:
 
 
 def tiles_in(table: dict[str, Tiles], matrix: Tensor, hopper: str, takes_maps: bool) -> Tiles:
-    return table["interpreter" if interpreted(matrix) else hopper if takes_maps else "ampere"]
+    if interpreted(matrix):
+        return table["interpreter"]
+    if takes_maps:
+        return table[hopper]
+    return table["hopper, by pointers" if on_tma_device(matrix) else "ampere"]
 
 
 def weight_tiles_for(grad_weight: Tensor) -> Tiles:
