@@ -340,6 +340,9 @@ def test_tokens_may_have_any_shape():
             setattr(call, name, getattr(call, name).reshape(*shape, -1))
         call.target = call.target.reshape(shape)
         assert torch.equal(call.loss(reduction="none"), flat.view(shape))
+    call.pair_input = call.pair_input[:1]
+    with pytest.raises(ValueError, match=r"expected low_rank_input of shape \(2, 3, 4, r\), got \(1, 3, 4, 3\)"):
+        call.loss()
 
 
 def test_refusals_of_the_operator():
