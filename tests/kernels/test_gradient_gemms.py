@@ -182,7 +182,9 @@ def test_a_product_takes_no_more_memory_than_its_most_parts():
 
 @pytest.mark.parametrize("workspace", [64, 512], ids="{} MiB".format)
 @pytest.mark.parametrize(
-    "shape", [(8192, 4096, 128256), (16384, 896, 151936), (8192, 2304, 256000), (5000, 3072, 50257)], ids=str
+    "shape",
+    [(8192, 4096, 128256), (16384, 896, 151936), (8192, 2304, 256000), (5000, 3072, 50257), (4500, 4096, 128256)],
+    ids=str,
 )
 def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
     tokens, hidden, vocab = shape

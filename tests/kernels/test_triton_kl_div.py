@@ -16,9 +16,11 @@ from test_triton_interpreter import double
 
 import flce_ops
 from flce_ops.aten import kl_div as aten
+from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.triton.divergence import kl_div as triton_kl_div
 from flce_ops.triton.divergence.fixed_point import from_fixed_point, to_fixed_point
-from flce_ops.triton.divergence.kl_div_chunking import split_chunk
+from flce_ops.triton.divergence.kl_div_chunking import chunk_rows, row_numbers, split_chunk
+from flce_ops.triton.steps.gradients import Gradients
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -139,6 +141,26 @@ def test_chunks_and_their_blocks(nbytes, kind, cut, poisoned_memory):
         assert (flce_ops.last_path().chunks, flce_ops.last_path().rows_per_chunk) == cut
     exact = aten.with_grad(*double(*args), row_scale.double(), **options)
     assert_close(found, exact, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("workspace", [64 << 20, 512 << 20])
+@pytest.mark.parametrize("tokens, hidden, teacher, vocab", [(8192, 2048, 4096, 128256), (700, 896, 896, 50257)])
+@pytest.mark.parametrize("probs", [False, True])
+def test_logits_and_products_of_a_chunk_fit_the_workspace(probs, tokens, hidden, teacher, vocab, workspace):
+    def made(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    of_teacher = (None, None, None, made(tokens, vocab))
+    if not probs:
+        of_teacher = (made(tokens, teacher), made(vocab, teacher), None, None)
+    operands = KlDivOperands(made(tokens, hidden), made(vocab, hidden), None, *of_teacher, None)
+    with flce_ops.workspace(workspace):
+        cut = chunk_rows(operands, KlDivOptions(), Gradients(made(tokens, hidden), made(vocab, hidden), None))
+    assert cut.chunks[0].start == 0 and cut.chunks[-1].stop == tokens
+    longest = max(chunk.stop - chunk.start for chunk in cut.chunks)
+    assert cut.rows == longest if probs else longest <= cut.rows <= 2 * longest
+    beside = cut.product_bytes if probs else 0  # else in the rows of the teacher's logits
+    assert cut.rows * row_numbers(vocab) * 2 + beside <= workspace
 
 
 @pytest.mark.parametrize("rows", [100, 128, 1280, 1408, 4000])

@@ -69,6 +69,18 @@ def test_equal_classes_are_one_class_to_the_bit():
         assert torch.equal(one, other)
 
 
+def test_no_loss_is_below_zero_where_one_of_the_targets_is_nearly_sure():
+    """Its logit and the row's sum come from products of another order: the sum is at least the target's share."""
+    call = make_call(dtype=torch.float32, shape=(64, 35, 131), topk=3)
+    call["target"][:, 0] = torch.arange(64)
+    call["target_weight"] = torch.tensor([1.0, 0.0, 0.0]).expand(64, 3).contiguous()
+    call["linear_weight"] = torch.randn(131, 35)
+    call["input"] = 3 * call["linear_weight"][:64]
+    found, truth = with_grad_and_truth(call, {})
+    assert truth[1].max() < 0.1
+    assert found[1].min() >= 0.0
+
+
 @pytest.mark.parametrize("way", ["recomputing", "chunks", WAITS])
 @pytest.mark.usefixtures("quarter")
 def test_other_cuts_of_the_tokens(way, poisoned_memory, monkeypatch):

@@ -212,6 +212,9 @@ def test_inner_operators_refuse_too():
         flce.linear_cross_entropy_backward(
             None, torch.ones(3), None, x, w, t, b, None, torch.ones(N), output_mask=[True] * 3
         )
+    for target in (t[:3], t[:, None]):
+        with pytest.raises(ValueError, match="cross_entropy_forward.*target"):
+            flce.cross_entropy_forward(torch.randn(N, V), target)
     with pytest.raises(IndexError, match="target"):
         flce.linear_cross_entropy_forward(x, w, t.clone().fill_(V), b, None)
     with pytest.raises(IndexError, match="target"):

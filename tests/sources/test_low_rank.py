@@ -332,6 +332,19 @@ def test_refusals_by_name(change, kind, message):
             call.loss()
 
 
+def test_tokens_may_have_any_shape():
+    call = Call((24, *RAGGED[1:]))
+    flat = call.loss(reduction="none")
+    for shape in ((2, 12), (2, 3, 4)):
+        for name in ("input", "pair_input"):
+            setattr(call, name, getattr(call, name).reshape(*shape, -1))
+        call.target = call.target.reshape(shape)
+        assert torch.equal(call.loss(reduction="none"), flat.view(shape))
+    call.pair_input = call.pair_input[:1]
+    with pytest.raises(ValueError, match=r"expected low_rank_input of shape \(2, 3, 4, r\), got \(1, 3, 4, 3\)"):
+        call.loss()
+
+
 def test_refusals_of_the_operator():
     call = Call()
     values, numbers = (*call.args, None, None, None, None), {"output_mask": [True] * 4 + [False]}
