@@ -126,7 +126,7 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         matrices = dict(blocks)
         if name == "quantized":
             matrices["out_ptr"] = ("i16", matrices["out_ptr"][1])
-        rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers the pair has a loop of its own
+        rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers the pair has its own loop
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
         if name == "low_rank":
             matrices |= {"pair_input_ptr": matrices["input_ptr"], "pair_weight_ptr": matrices["weight_ptr"]}

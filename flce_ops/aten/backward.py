@@ -43,7 +43,7 @@ def backward(call: Backward) -> Gradients:
 @takes(BackwardInPlace)
 def backward_in_place(call: BackwardInPlace) -> Gradients:
     grads = meta.outputs(call)
-    # .data has a version counter of its own: the buffer's counter then counts one change, however many chunks write
+    # .data has its own version counter: the buffer's counter then counts one change, however many chunks write
     main_grad = call.main_grad.data
     torch.autograd.graph.increment_version(call.main_grad)
     on_valid_tokens(backward_of_rows, call, (grads[0], main_grad, grads[2]), call.fills)

@@ -244,7 +244,7 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
 
 
 def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
-    """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts behind the cap, goes
+    """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
     into both options:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))

@@ -130,7 +130,7 @@ LOSS = {
     ),
 }
 
-# The Triton kernels save z, the logits behind the cap, from which dz/du cannot be computed where the cap saturates.
+# The Triton kernels save z, the logits after the cap, from which dz/du cannot be computed where the cap saturates.
 UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
 # lse must belong to the logits that are saved, so rounded copies do not do. On other GPUs the product of half operands
 # is float32. And one class has loss 0 only if logit and lse come from one product.
@@ -199,7 +199,7 @@ KERNELS = {
 }
 
 
-# one for each objective with operators of its own
+# one for each objective with its own operators
 KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
 
 

@@ -185,7 +185,7 @@ def logits_gemm_kernel(
                 else:
                     out_ptr.store([row_start, col_start], rounded)
             else:
-                # also writes zeros behind the valid rows, as TMA does
+                # also writes zeros after the valid rows, as TMA does
                 store_tile(out_ptr, result, rows, cols, rows < n, col_mask, stride_out_n)
 
 

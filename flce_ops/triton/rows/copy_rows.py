@@ -1,7 +1,7 @@
 """Copies rows: to rows of another length, of valid tokens side by side, and from there back to their tokens' places.
 
     to another length     missing columns become 0, surplus columns are dropped
-    of the valid tokens   in their order, with zeros behind them; gather_tokens.py does this where there is a target
+    of the valid tokens   in their order, with zeros after them; gather_tokens.py does this where there is a target
     back                  in place, from the last row to the first, because rows only move up:
 
                  valid tokens first         where the tokens are
@@ -32,7 +32,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16)
 def copy_rows_kernel(
     matrix_ptr,  # (N, C)
     out_ptr,  # (n, out_columns)
-    # ValidTokens: their rows are copied, with zeros behind them up to a multiple of 128; None: all rows are copied
+    # ValidTokens: their rows are copied, with zeros after them up to a multiple of 128; None: all rows are copied
     valid_tokens,
     n,
     C,

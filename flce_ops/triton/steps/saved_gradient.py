@@ -30,7 +30,7 @@ from .quantized_logits import (
 @Kernel
 def saved_gradient_kernel(
     quantized_ptr,  # (n, V) int16, from the slice's first column on
-    out_ptr,  # (n, v) out, with zeros behind the valid rows up to a multiple of 128
+    out_ptr,  # (n, v) out, with zeros after the valid rows up to a multiple of 128
     quantization,  # Quantization
     operands,  # Gradient
     valid_tokens,  # ValidTokens
