@@ -184,7 +184,7 @@ class TokenLosses:
 
     @property
     def options(self) -> dict[str, int | float | Tensor | None]:
-        """By name, as the operators take them."""
+        """The options by name, as the operators take them."""
         return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
 
 

@@ -73,11 +73,11 @@ HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dty
 TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 
 # A float16 gradient made in forward would need a range of 40 binades, because the loss scale is known only in backward.
-# By the planner's model, at 8192x4096x128256 on an H200, 4 passes in Triton take 1.02 of the time of 3 passes in ATen;
-# 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice.
-# torch.func's backward always asks for a graph, which gradients made in forward do not have. Label smoothing under a
-# softcap fits the epilogue that makes G, but not the one that makes exponentials: 4 passes in Triton take 0.43 of the
-# time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
+# According to the planner's model, at 8192x4096x128256 on an H200, 4 passes in Triton take 1.02 of the time of 3 passes
+# in ATen; 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients
+# twice. torch.func's backward always asks for a graph, which gradients made in forward do not have. Label smoothing
+# under a softcap fits the epilogue that makes G, but not the one that makes exponentials: 4 passes in Triton take 0.43
+# of the time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)

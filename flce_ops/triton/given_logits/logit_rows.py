@@ -197,8 +197,8 @@ def whole_row(
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Returns m, s, the logit sum in base 2 and the argmax of the row. Of equal maxima the argmax is the first; if the
-    maximum is nan, it is V - 1.
+    """Returns m, s, the logit sum in base 2 and the argmax of the row. Among equal maxima the argmax is the first; if
+    the maximum is nan, it is V - 1.
     """
     z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
     row_logit_sum = 0.0

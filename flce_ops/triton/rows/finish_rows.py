@@ -251,7 +251,7 @@ def store_factors(finished, i, mask, row_factor, entry, rounded, here):
 
     The target's entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight
     the row factor makes up for the rounding, so that the product with E'_iy is exact. This moves the row's other
-    entries, which belong to other classes, by a factor within 2^-8 of 1. In grad_input these changes would add up if the
+    entries, which belong to other classes, by a factor within 2^-8 of 1. In grad_input these changes would add up if
     rows of linear_weight share a direction. So grad_input keeps the plain factor, and the residual is added separately.
     If a token has several targets, only the largest of their entries is corrected: only that entry can dominate the
     row, and correcting all would read K rows of linear_weight again.

@@ -33,14 +33,14 @@ from .quantized_logits import QuantizedLogits, quantization
 class RowSums(NamedTuple):
     """Sums over the classes of each row, (n,) each, in base 2; None if not requested."""
 
-    exponentials: Tensor  # of exp2(z2 - reference_logit)
+    exponentials: Tensor  # sum of exp2(z2 - reference_logit)
     reference_logit: Tensor
-    logit_sum: Tensor | None = None  # of w z2
-    expected: Tensor | None = None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
+    logit_sum: Tensor | None = None  # sum of w z2
+    expected: Tensor | None = None  # sum of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None = None  # z2
     argmax: Tensor | None = None  # int64, the first of equals
-    squares: Tensor | None = None  # of exp2(z2 - reference_logit)^2
-    total: Tensor | None = None  # of z2
+    squares: Tensor | None = None  # sum of exp2(z2 - reference_logit)^2
+    total: Tensor | None = None  # sum of z2
 
 
 class Asked(NamedTuple):
