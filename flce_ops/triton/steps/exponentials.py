@@ -146,7 +146,7 @@ def launch_exponentials(
 
 
 def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
-    """The largest logit and its class, the first of equals. If the maximum is nan, the last class."""
+    """The largest logit and its class: the first of equals, or the last class if the maximum is nan."""
     row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
     max_logit = row_max.amax(0)
     return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)
