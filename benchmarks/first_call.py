@@ -4,7 +4,7 @@
     again       a new process with the caches that `steps` has filled: the first and second step of the head
     tokens      empty caches: a step, one for each N of SEQUENCE, and 200 of random N up to 20,000
 
-Each of these is a process of its own, for one provider and one function. The clock starts when torch is imported, the
+Each of these is a separate process, for one provider and one function. The clock starts when torch is imported, the
 GPU's context exists and cuBLAS has run, so that no provider pays for these. The caches are Triton's, Inductor's and
 QuACK's; Python's bytecode is cached. Compilations are the Triton kernels that a cache gained. A row is written to the
 CSV as soon as it is measured. A process that takes too long, or for which the budget leaves no time, becomes a row with

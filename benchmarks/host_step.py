@@ -28,7 +28,7 @@ class Figure(NamedTuple):
     shape: tuple[int, int, int]
     dtype: str
     mode: str
-    us: list[float]  # of each round
+    us: list[float]  # microseconds of each round
     calls: int | None = None  # calls of Python functions
 
 

@@ -20,7 +20,7 @@ class LlamaSize(NamedTuple):
     dim: int
     depth: int
     heads: int
-    hidden: int  # of the MLP
+    hidden: int  # hidden size of the MLP
     vocab: int
     context: int  # T
     sequences: int  # B, per rank

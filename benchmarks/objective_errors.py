@@ -45,7 +45,7 @@ PATHS = {  # paths that run in one process, and their dtypes
     "compiled": (torch.bfloat16,),
 }
 SHARDED = "sharded"  # the vocabulary is sharded over all ranks, each of which has all tokens
-Errors = tuple[float, float | None, float | None]  # of results, dX, dW
+Errors = tuple[float, float | None, float | None]  # errors of results, dX and dW
 Task = tuple[int, str, torch.dtype]  # index of the objective (the last index means metrics); path; dtype
 POISONED = 1 << 30  # bytes, in each process
 

@@ -68,7 +68,7 @@ def units_of(patterns: str) -> list[Unit]:
 
 
 def first_calls(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.device, seed: int) -> None:
-    """Runs in a process of its own. What it compiles stays on disk. A call that fails here fails again in the run,
+    """Runs in its own process. What it compiles stays on disk. A call that fails here fails again in the run,
     which records the reason.
     """
     one_compilation_per_shape()

@@ -5,7 +5,7 @@
 <csv>_sweep_<N|D|V>.png    time relative to the floor, and memory, if one size varies and the other two are fixed
 <csv>_error.png            errors of dX and dW, forward and backward
 
-Rows with other data than the default get figures of their own, named after the data: <csv>_time_<mode>_50%_ordered.png.
+Rows with other data than the default get separate figures, named after the data: <csv>_time_<mode>_50%_ordered.png.
 """
 
 from __future__ import annotations

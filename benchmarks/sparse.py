@@ -5,8 +5,8 @@
     python -m benchmarks.sparse --shapes 8x8x300 --device cpu --providers 'ours*'
 
 The context noise of data.py decides the loss, and so the number of entries. The three values stand for a model early in
-training, a later one, and text that the model nearly knows. A flat prior is a model before training. The results go to
-results/GPU/sparse.csv, which is complete after every problem.
+training, a later one, and text that the model nearly knows. A flat prior stands for a model before training. The
+results go to results/GPU/sparse.csv, which is complete after every problem.
 
 N tokens, D hidden, V vocabulary.
 """

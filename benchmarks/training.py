@@ -9,7 +9,7 @@ training_curves.csv     a point of a run every 20 steps: the training loss. Some
 training_counts.csv     held-out losses of a run by how often the class occurs in the training text
 
 The text is encoded once. Then each GPU takes one run after the other, with all settings of a seed before the next seed.
-Each run is a process of its own; one that dies becomes a row with a reason. The CSVs are written after every run. When
+Each run is a separate process; one that dies becomes a row with a reason. The CSVs are written after every run. When
 --budget-s is over, running processes are ended and the remaining runs are left out, both with their reason. The same
 command with --resume continues with these.
 

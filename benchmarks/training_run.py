@@ -76,7 +76,7 @@ class Rarity(NamedTuple):
     rarest: Tensor
 
     def groups(self) -> Iterator[tuple[int, Tensor]]:
-        """The least count of a group, and its classes, (V,) bool."""
+        """Yields the smallest count of each group, and the classes of the group, (V,) bool."""
         for least, above in zip(COUNTS, (*COUNTS[1:], torch.inf), strict=True):
             yield least, (self.counts >= least) & (self.counts < above)
 

@@ -1,14 +1,14 @@
-"""What mkdocs does to the pages of docs/ beyond Markdown.
+"""What mkdocs does to the pages of docs/, in addition to Markdown.
 
     <!-- include FILE -->       the text of a file of the repository (DESIGN.md, CHANGELOG.md), without its title
     <!-- include FILE#TITLE -->   of one of its sections
     <!-- error tables -->       one table for each benchmarks/results/*/numerics.csv
     <!-- remaining names -->    the public names that api.md does not list by hand
 
-Links to files of the repository that are no pages (tests, sources) become plain text: the site has no copy of them.
-Formulas, $...$ and ```math, become MathML, which browsers draw by themselves: the pages load no script for them.
-A page that the navigation of mkdocs.yml does not name stands among the guides. Where git knows the checkout's origin,
-the navigation ends in a link to it.
+Links to files of the repository that are no pages (tests, sources) become plain text, because the site has no copy of
+these files. Formulas, $...$ and ```math, become MathML, which browsers draw themselves, so the pages load no script. A
+page that is not named in the navigation of mkdocs.yml is listed among the guides. If git knows the checkout's origin,
+the navigation ends with a link to it.
 """
 
 import ast
@@ -24,8 +24,8 @@ DIRECTIVE = re.compile(r"^<!-- (include \S+|error tables|remaining names) -->$",
 CODE = r"```.*?```|(?<!`)`[^`\n]+`"
 LINK = re.compile(CODE + r"|(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)", re.DOTALL)
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<tex>.*?)\\[)\]]\s*</(?P=tag)>', re.DOTALL)
-EMPTY_ROWS = "<tbody>\n<tr>\n<td></td>\n</tr>\n</tbody>\n"  # of a table that is a heading alone
-# Pages of optional parts: left out of the navigation where they are not there.
+EMPTY_ROWS = "<tbody>\n<tr>\n<td></td>\n</tr>\n</tbody>\n"  # the rows of a table that has only a heading
+# Pages of optional parts: left out of the navigation if they do not exist.
 OPTIONAL = {"transformers.md", "distillation.md"}
 
 
@@ -42,11 +42,11 @@ def on_config(config):
 
 
 def repository_url() -> str | None:
-    """Where the checkout came from, for a link; None where that is no web address."""
+    """The web address of the checkout's origin, for a link; None if there is none."""
     command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
     try:
         origin = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # git
+    except FileNotFoundError:  # git is not installed
         return None
     origin = re.sub(r"^git@([^:/]+):", r"https://\1/", origin).removesuffix(".git")
     return re.sub(r"^https://[^@/]*@", "https://", origin) if origin.startswith("https://") else None
@@ -92,12 +92,14 @@ def included(file: str, anchor: str) -> str:
 
 
 def with_links(text: str, folder: str) -> str:
-    """Text whose links are relative to a folder of the repository, with those that a page can follow."""
+    """The text with links that a page can follow. Its links were relative to a folder of the repository."""
     return LINK.sub(lambda match: link(match, folder), text)
 
 
 def on_page_content(html: str, page=None, **_) -> str:
-    """Formulas as MathML. In docstrings reST's `::` before a literal block is a colon, and a page's name a link."""
+    """Formulas become MathML. In docstrings reST's `::` before a literal block becomes a colon, and a page's name a
+    link.
+    """
     html = FORMULA.sub(formula, html).replace(EMPTY_ROWS, "").replace("::</p>", ":</p>")
     if page is not None and page.file.src_uri == "api.md":
         html = re.sub(r"\bdocs/(\w+)\.md\b", r'<a href="../\1/">\1</a>', html)
@@ -110,13 +112,13 @@ def formula(match: re.Match) -> str:
     tex = unescape(match["tex"]).strip()
     if match["tag"] == "span":
         return convert(tex, display="inline")
-    return f'<div class="formula">{convert(tex, display="block")}</div>'  # scrolls by itself on narrow screens
+    return f'<div class="formula">{convert(tex, display="block")}</div>'  # on narrow screens the formula scrolls alone
 
 
 def link(match: re.Match, folder: str) -> str:
-    """The link as it is where it leads to a page, else its text."""
+    """The unchanged link if it leads to a page, otherwise its text."""
     text, target, anchor = match[1], match[2], match[3] or ""
-    if target is None or "://" in target:  # code, another site
+    if target is None or "://" in target:  # code, or another site
         return match[0]
     path = posixpath.normpath(posixpath.join(folder, target))
     pages = {"DESIGN.md": "design.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md", "docs": "index.md"}
@@ -127,7 +129,7 @@ def link(match: re.Match, folder: str) -> str:
 
 
 def error_tables() -> str:
-    """The devices side by side under each other, ours after torch's, as in the CSVs."""
+    """One table for each device, this package's errors after torch's, as in the CSVs."""
     parts = []
     for path in sorted(ROOT.glob("benchmarks/results/*/numerics.csv")):
         with path.open(newline="") as file:

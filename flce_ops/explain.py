@@ -88,7 +88,7 @@ def of_head(function: Callable, call: dict) -> list[str]:
     facts = facts_of_call(call)
     policy = function.__name__ in ROW_LOSSES
     probabilities = function is linear_cross_entropy and call["target"].is_floating_point()
-    # linear_kl_div's operators compute the loss of probabilities
+    # linear_kl_div's operators compute the loss of class probabilities
     divergence = function is linear_kl_div or probabilities
     if divergence:
         facts = facts._replace(label_smoothing=False)  # label smoothing is part of the probabilities

@@ -54,7 +54,7 @@ class LinearCrossEntropyLoss(nn.Module):
     Args:
         in_features: D.
         num_classes: V.
-        out_features: (d_1, ..., d_K), the positions of a K-dimensional loss, each with a head of its own; the linear
+        out_features: (d_1, ..., d_K), the positions of a K-dimensional loss, each with its own head; the linear
             layer has V * d_1 * ... * d_K outputs.
         bias: whether the linear layer adds a learnable bias.
         weight: class weights, (V,); a buffer, part of the state dict.

@@ -1,14 +1,14 @@
-"""Devices, seeds, threads and compiler caches of the whole suite. Its folders mirror the axes of the package:
+"""Devices, seeds, threads and compiler caches of the whole suite. The folders follow the axes of the package:
 
     sources/        where logits come from: a head and its operands in every kind, dtype and layout, a low-rank pair,
                     given logits
-    objectives/     what is made of a row: losses, log-probabilities, divergences, policies, metrics, and the product of
-                    all options
-    sinks/          where gradients go: grad_output, main_grad, sparse ones, second derivatives, saved logits, chunks
-                    and memory
-    layouts/        who holds what: tokens and classes over ranks, plans of DTensors, the trainings of parallel models
+    objectives/     what is computed from a row: losses, log-probabilities, divergences, policies, metrics, and the
+                    product of all options
+    sinks/          where gradients go: grad_output, main_grad, sparse gradients, second derivatives, saved logits,
+                    chunks and memory
+    layouts/        which rank has what: sharded tokens and classes, plans of DTensors, training of parallel models
     kernels/        Triton's kernels in the interpreter, how they are launched and compiled, and what needs a GPU
-    compile/        what torch makes of the operators: graphs, exports, caches, opcheck, FLOP counts, torch's private
+    compile/        the operators in torch's compilers: graphs, exports, caches, opcheck, FLOP counts, torch's private
                     names
     integrations/   other libraries: Transformers, PEFT, TRL, torchtitan, Megatron, Lightning, and the documents'
                     recipes
@@ -24,19 +24,20 @@ import os
 import zlib
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    # Before torch and numpy read it: two workers on two cores compute on one each, and so do the processes they start.
+    # Must be set before torch and numpy read it. Two workers on two cores use one core each, and so do their processes.
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
     )
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
-    if "FLCE_CARDS" in os.environ:  # each worker has one card to itself and to the workers that share it
+    if "FLCE_CARDS" in os.environ:  # each worker uses one card, which other workers may share
         worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(worker % int(os.environ["FLCE_CARDS"])))
 
 import torch
 
 if not torch.cuda.is_available():
-    # before anything imports triton, as torch's compiler below does: tests/kernels/test_triton_interpreter.py
+    # Must be set before anything imports triton, as torch's compiler below does:
+    # tests/kernels/test_triton_interpreter.py.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import inputs
@@ -46,15 +47,17 @@ import pytest
 import torch._functorch.config
 import torch._inductor.config
 
-# A cached graph would outlive the Function that made it: AOTAutograd's key does not see a custom op's Python. What g++
-# can do and compiled headers are remembered, 10 s a graph: force_disable_caches would make them anew.
+# A cached graph would outlive the Function that made it, because AOTAutograd's key does not include the Python code of
+# a custom op. Tests of the C++ compiler and compiled headers stay cached, which saves 10 s for each graph;
+# force_disable_caches would repeat them.
 torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False
 
 if not torch.cuda.is_available():
     interpreter.remember_what_is_patched()
 
-# A new one for every run. In the environment: xdist's workers and the tests' own processes have it from there.
+# Every run has a new seed. It is in the environment, so that xdist's workers and the tests' own processes use the same
+# one.
 SEED = int(os.environ.setdefault("FLCE_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))
 
 DEVICES = ["cpu"]
@@ -69,7 +72,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def fresh_seed():
-    """Every test starts from the run's seed, whatever ran before it."""
+    """Every test starts from the run's seed, whatever ran before."""
     inputs.seed_inputs(SEED)
     torch.manual_seed(SEED)
 
@@ -106,12 +109,12 @@ def pytest_report_header():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Under -q, too, which leaves out the header; FLCE_TEST_SEED=<it> repeats the run."""
+    """Printed with -q, too, which omits the header. FLCE_TEST_SEED=<seed> repeats the run."""
     terminalreporter.write_line(f"inputs: FLCE_TEST_SEED={SEED}")
 
 
 def pytest_collection_finish():
-    """The collector leaves out what was imported so far: a gc.collect() of all of torch takes a quarter of a second."""
+    """Excludes imported objects from garbage collection: collecting all of torch takes a quarter of a second."""
     gc.collect()
     gc.freeze()
 
@@ -128,14 +131,14 @@ def fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def only_what_is_launched_is_compiled(request, monkeypatch):
-    """The first call of a head compiles its kernels for every number of tokens, of which a test launches a few."""
+    """The first call of a head compiles its kernels for every number of tokens; a test launches only a few of them."""
     if torch.cuda.is_available() and request.module.__name__ != "test_compilations":
         monkeypatch.setattr("flce_ops.triton.launch.replay.compile_first", lambda: None)
 
 
 @pytest.fixture(scope="module")
 def quick_collections():
-    """Each row starts with a gc.collect(), which costs a quarter of a second where earlier tests have left a heap."""
+    """Each row of a benchmark starts with a gc.collect(): a quarter of a second if there are many objects."""
     gc.collect()
     gc.freeze()
     yield
@@ -144,7 +147,9 @@ def quick_collections():
 
 @pytest.fixture
 def poisoned_memory():
-    """Every torch.empty is filled with nan (integers with their maximum): what a kernel does not write shows."""
+    """Fills every torch.empty with nan (integers with their maximum), so that memory which a kernel does not write is
+    noticed.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield

@@ -14,7 +14,7 @@ CALLERS, CAPTURING = 5, 3  # streams
 
 class Launched(NamedTuple):
     function: int
-    numbers: list[int]  # of grid, block and shared memory
+    numbers: list[int]  # grid, block and bytes of shared memory
     stream: int
     parameters: list[bytes]
 

@@ -120,7 +120,7 @@ def from_definition(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Ten
 
 
 def with_kl_div(kind: str, beta: float, log_q: Tensor, log_p: Tensor) -> Tensor:
-    """As trainers write it: with F.kl_div(input, target) = KL(target || input), the mixture in log space."""
+    """The form that trainers write, with F.kl_div(input, target) = KL(target || input), the mixture in log space."""
 
     def kl(log_a, log_b):
         return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)

@@ -104,7 +104,7 @@ def make_policy(shape, *, dtype=torch.float32, device="cpu", on_policy=False, lo
 
 
 def cancellation(call, **options) -> float:
-    """By which factor the sum of the token losses would be larger if all had the same sign.
+    """The factor by which the sum of the token losses would be larger if all had the same sign.
 
     With much cancellation, the error of one random sum says little about that of another, whatever the errors of the
     terms.

@@ -93,7 +93,7 @@ def version(name: str) -> str:
     library = _module(name).VERSION_OF
     try:
         return metadata.version(library)
-    except metadata.PackageNotFoundError:  # on the path, but not installed
+    except metadata.PackageNotFoundError:  # can be imported, but pip did not install it
         return getattr(sys.modules.get(library), "__version__", "")
 
 

@@ -9,7 +9,7 @@ loss.py                how a loss is computed, for every objective, for plain te
 cross_entropy.py       a head
 low_rank.py            a head with a low-rank pair (LoRA)
 logits.py              given logits
-row_loss.py            objectives with operators of their own: policy losses
+row_loss.py            objectives with their own operators: policy losses
 log_probs.py           log-probabilities and other results of a row
 kl_div.py              divergences from a teacher
 class_probabilities.py targets that are class probabilities
@@ -113,7 +113,7 @@ for _name, (_arguments, _results, _) in ENTRIES.items():
     # Also on torch.func's key: the bodies must run before any transform is peeled off.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
-    # When a program is decomposed, the bodies run behind autocast's keys and would not see autocast.
+    # When a program is decomposed, the bodies run below autocast's keys and would not see autocast.
     for _device_type in ("cpu", "cuda") if issubclass(_arguments, CAST) else ():
         _op = getattr(ops, _name).default
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

@@ -1,6 +1,6 @@
 """The loss of targets that are class probabilities, as in F.cross_entropy, without the (N, V) logits.
 
-linear_kl_div's operators compute it, as a kind of its own. flce_ops/objectives/class_probabilities.py has the formula.
+linear_kl_div's operators compute it, as its own kind. flce_ops/objectives/class_probabilities.py has the formula.
 The loss of a token is nan if its q has a negative entry. The mean divides by the number of all tokens: neither
 ignore_index nor class weights change its denominator.
 """

@@ -194,8 +194,8 @@ def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  #
 def without_weightless(
     layout: OneRank, problem: TokenLosses, token_weight: Tensor | None, factor: Tensor
 ) -> TokenLosses:
-    """`problem` with ignore_index as the target of such tokens. Targets that are out of range stay, so that they are
-    refused.
+    """`problem` with ignore_index as the target of tokens of weight 0. Targets out of range are kept, so that the
+    operator refuses them.
     """
     out = None if any(problem.statistics) else weightless(token_weight, factor)
     if out is None:

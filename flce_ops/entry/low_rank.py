@@ -4,7 +4,7 @@
 
 With class_scale, DoRA's scale of each class, logits = class_scale (...), before linear_bias is added.
 
-A frozen head has an operator of its own, which makes no matrix of linear_weight's size. It is called once if forward
+A frozen head has its own operator, which makes no matrix of linear_weight's size. It is called once if forward
 makes the gradients; otherwise backward calls it again. If the head is trained, or under torch.func, the pair becomes
 extra features of input and of a copy of linear_weight, and the ordinary operators run.
 """

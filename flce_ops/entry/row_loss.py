@@ -1,5 +1,5 @@
-"""The body of operators of an objective that has its own, such as linear_policy_loss: a loss of a token's
-log-probability.
+"""The body of the entry operators of objectives with their own operators, such as linear_policy_loss. The loss of a
+token is a function of its log-probability.
 
 composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
           -> losses_of_rows      differentiable ATen over log-probabilities; always with a sharded vocabulary

@@ -87,7 +87,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
 
 
 class RowLoss(Arguments, keyword_from="own"):
-    """The arguments of an objective with operators of its own."""
+    """The arguments of an objective with its own operators."""
 
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)

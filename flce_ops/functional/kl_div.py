@@ -93,14 +93,14 @@ def linear_kl_div(
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient;
             teacher_logit_scale must then be given.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        temperature: divides the student's and the teacher's logits behind the caps. Multiply the loss by temperature **
+        temperature: divides the student's and the teacher's logits after the caps. Multiply the loss by temperature **
             2 yourself if you want the gradient's size kept (Hinton et al.).
         teacher_logit_scale: factor on the teacher's logits; logit_scale by default.
         teacher_softcap: bound on the teacher's logits; none by default, also if the student has one.
         vocab_size: the number of classes if the student's or the teacher's vocabulary is padded. Classes from
             vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0; what
             teacher_probs has there is left out. linear_weight, teacher_weight and teacher_probs may then differ in V.
-            Only the gradient of a longer linear_weight is copied. Not with DTensors.
+            If linear_weight is longer, its gradient is copied; nothing else is. Not with DTensors.
         shift: as in ``linear_cross_entropy``: position t is left out if label t + 1 is ``ignore_index``, and so is the
             last position of each sequence.
 

@@ -116,7 +116,7 @@ def linear_log_probs(
             classes such a class has log-probability 0, and a token with only such classes is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits behind the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits after the cap, as sampling does: a number, or without softcap a 0-d tensor.
         shift: as in ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).

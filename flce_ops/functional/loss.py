@@ -161,7 +161,7 @@ def linear_cross_entropy(
         softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
             gets its gradient.
-        temperature: divides the logits behind the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits after the cap, as sampling does: a number, or without softcap a 0-d tensor.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
             Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient or metrics are

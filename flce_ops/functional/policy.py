@@ -90,7 +90,7 @@ def linear_policy_loss(
         ignore_index: target value of tokens that do not count, whatever the other arguments hold there. None is -100.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits behind the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits after the cap, as sampling does: a number, or without softcap a 0-d tensor.
         token_weight: factor per token, (...), on the objective and on the KL term, differentiable: 1 / the completion's
             length for GRPO's mean of means. The denominator of "mean" does not contain token_weight. Tokens of weight
             0 are left out like ignored ones, unless token_weight gets a gradient.

@@ -1,4 +1,4 @@
-"""Private names of other libraries that this package replaces by functions of its own.
+"""Private names of other libraries that this package replaces by its own functions.
 
 A library promises nothing about private names, so each is checked first: that it exists, that it takes the known
 arguments, and that the function which should look it up still does.
@@ -51,7 +51,7 @@ class Replacements:
     def __init__(self, library: str, tested: str, functions: Mapping[Place, Any]) -> None:
         """library: its distribution's name. tested: the version that the tests run."""
         self.library, self.tested, self.functions = library, tested, functions
-        self.originals: dict[Place, Any] = {}  # filled while they are replaced
+        self.originals: dict[Place, Any] = {}  # the functions that were replaced; empty if none are replaced
 
     def put(self) -> None:
         """Replaces all names. If one is not as known, replaces nothing and raises NotImplementedError with its name."""

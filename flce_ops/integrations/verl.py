@@ -6,7 +6,7 @@
         fused_kernel_options: {impl_backend: torch}
         external_lib: flce_ops.integrations.verl
 
-verl's workers are processes of their own, and import `external_lib` before they build the model. So importing this
+verl's workers are separate processes, and import `external_lib` before they build the model. So importing this
 module patches verl. Under use_fused_kernels, the forward of every model calls FusedLinearForPPO with hidden states, the
 head's weight and the sampled tokens; the patch replaces that by linear_log_probs.
 """

@@ -47,7 +47,7 @@ def log_probs_of_rows(
     tail: bool,
 ) -> tuple[Tensor, ...]:
     """Returns log_probs, lse, entropy, argmax, log_sum_sq_probs, mean_logit and the tail's log p, from the statistics
-    of rows. Those that are missing are (0,).
+    of rows. Missing results have shape (0,).
     """
     counts = target != ignore_index
     of_one_class = target.dim() == lse.dim()

@@ -192,7 +192,7 @@ class TokenLosses:
 
     @property
     def options(self) -> dict[str, int | float | Tensor | None]:
-        """By name, as the operators take them."""
+        """The options by name, as the operators take them."""
         return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
 
 
@@ -252,7 +252,7 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
 
 
 def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
-    """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts behind the cap, goes
+    """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
     into both options:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))

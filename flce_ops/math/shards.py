@@ -79,7 +79,7 @@ class Exchange:
     def finish_statistics(
         self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
     ) -> None:
-        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics behind the argmax. Takes
+        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. Takes
         one more exchange.
         """
         if own.lse is None:

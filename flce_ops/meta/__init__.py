@@ -1,7 +1,7 @@
 """The arguments, checks and results of the inner operators.
 
 Each operator has its arguments and results as a class. The schema, the fake kernel and the checks of every real kernel
-follow from this class. So shapes, dtypes and errors cannot differ between eager, compiled and meta tensors. Of the
+follow from this class. So shapes, dtypes and errors cannot differ between eager, compiled and meta tensors. Inside the
 package, this folder imports only math, objectives and support.
 
 arguments.py, call.py            each operator's arguments and results as a class; how a class becomes schema and call

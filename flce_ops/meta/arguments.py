@@ -330,7 +330,7 @@ class SupportBackward(Arguments, keyword_from="ignore_index"):
 
 
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
-    """A scalar loss of an objective with operators of its own."""
+    """A scalar loss of an objective with its own operators."""
 
     results = (*LOSSES, *GRADIENTS, token("log_probs"))
 

@@ -54,7 +54,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether this is a quantized tensor: one of torch's own, or of a subclass with a dequantize() of its own
+    """Whether this is a quantized tensor: one of torch's own, or of a subclass with its own dequantize()
     (torchao's, over packed integers).
 
     The dispatch of such subclasses knows F.linear, but none of this package's operators. Other subclasses

@@ -100,5 +100,5 @@ def log2_ratios_to_mixture(log2_q, log2_p, beta):
 
 @triton.jit
 def side(q, p):
-    """As in divergence.py, divided by ln 2 because logarithms are in base 2."""
+    """Same as in divergence.py, divided by ln 2 because logarithms are in base 2."""
     return tl.where(q > p, 0.0, tl.where(q < p, -1.0, -0.5)) / LN2

@@ -48,13 +48,13 @@ class RowObjective(RowNumbers):
     bounded: ClassVar[bool] = False  # a slope of 0 gives a gradient of 0, even if the loss is divided by 0
     of_target: ClassVar[RowFunction]
 
-    # for an objective with operators of its own, a loss of log-probabilities: flce_ops/entry/row_loss.py
+    # for an objective with its own operators, a loss of log-probabilities: flce_ops/entry/row_loss.py
     name: ClassVar[str] = ""  # the operator's name, such as linear_policy_loss
     tokens_of: ClassVar[Any] = Nothing  # the class of `tokens`, which are constants, in the order of the schema
     numbers: ClassVar[Any] = Nothing  # the class of the user's numbers, with their defaults
     ranges: ClassVar[Ranges] = {}
     options_of: ClassVar[Any] = Nothing  # the class of `options`
-    named: ClassVar[dict[str, "type[RowObjective]"]] = {}  # all objectives with operators of their own
+    named: ClassVar[dict[str, "type[RowObjective]"]] = {}  # all objectives with their own operators
 
     def __init_subclass__(cls) -> None:
         if cls.name:

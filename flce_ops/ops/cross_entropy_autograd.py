@@ -119,10 +119,10 @@ class WithGradFunction(MadeInForward):
 
 
 class WithGradInPlaceFunction(WithGradFunction):
-    """As above, with the gradient written over the logits. The root, of which the logits are a view of all elements, is
-    an output, too, and marked dirty. So autograd's version check refuses tensors saved from the root before. A gradient
-    that comes back through the root belongs to code that read the gradient as logits, and is refused. (Marking a view
-    dirty would copy its base.) The logits' own gradient goes back the way they were computed.
+    """Same as the class above, but the gradient overwrites the logits. The root, of which the logits are a view of all
+    elements, is an output, too, and marked dirty. So autograd's version check refuses tensors saved from the root
+    before. A gradient that comes back through the root belongs to code that read the gradient as logits, and is
+    refused. (Marking a view dirty would copy its base.) The logits' own gradient goes back the way they were computed.
     """
 
     arguments = LogitsWithGradInPlace

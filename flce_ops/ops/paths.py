@@ -75,11 +75,11 @@ HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dty
 TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 
 # A float16 gradient made in forward would need a range of 40 binades, because the loss scale is known only in backward.
-# By the planner's model, at 8192x4096x128256 on an H200, 4 passes in Triton take 1.02 of the time of 3 passes in ATen;
-# 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients twice.
-# torch.func's backward always asks for a graph, which gradients made in forward do not have. Label smoothing under a
-# softcap fits the epilogue that makes G, but not the one that makes exponentials: 4 passes in Triton take 0.43 of the
-# time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
+# According to the planner's model, at 8192x4096x128256 on an H200, 4 passes in Triton take 1.02 of the time of 3 passes
+# in ATen; 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients
+# twice. torch.func's backward always asks for a graph, which gradients made in forward do not have. Label smoothing
+# under a softcap fits the epilogue that makes G, but not the one that makes exponentials: 4 passes in Triton take 0.43
+# of the time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
@@ -132,7 +132,7 @@ LOSS = {
     ),
 }
 
-# The Triton kernels save z, the logits behind the cap, from which dz/du cannot be computed where the cap saturates.
+# The Triton kernels save z, the logits after the cap, from which dz/du cannot be computed where the cap saturates.
 UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
 # lse must belong to the logits that are saved, so rounded copies do not do. On other GPUs the product of half operands
 # is float32. And one class has loss 0 only if logit and lse come from one product.
@@ -203,7 +203,7 @@ KERNELS = {
 }
 
 
-# one for each objective with operators of its own
+# one for each objective with its own operators
 KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
 
 

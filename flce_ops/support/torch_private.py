@@ -25,7 +25,7 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 # True if autocast is on for some device.
 autocast_is_active = torch._C._is_any_autocast_enabled
 
-# True for the batches of torch.autograd.grad(is_grads_batched=True), which runs a vmap of its own.
+# True for the batches of torch.autograd.grad(is_grads_batched=True), which runs its own vmap.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # True when the running backward was asked to retain its graph, so that saved tensors may be read again.

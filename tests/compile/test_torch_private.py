@@ -1,4 +1,4 @@
-"""One test per private torch name in support/torch_private.py: each fails first, by name, when torch drops it."""
+"""One test for each private torch name in support/torch_private.py: it fails, and names it, if torch drops it."""
 
 import re
 import uuid
@@ -123,7 +123,7 @@ def test_tracing_a_checkpointed_region_is_seen_while_aot_traces_it():
 
 
 def test_written_over_where_donated_gives_inductor_a_lowering():
-    """tests/sinks/test_grad_output_compiled.py reads what Inductor makes of it."""
+    """tests/sinks/test_grad_output_compiled.py tests the code that Inductor generates with it."""
     lowerings = pytest.importorskip("torch._inductor.lowering").lowerings
     op = torch.ops.flce.linear_cross_entropy_upstream.default
     torch_private.written_over_where_donated(op, torch.ops.flce.linear_cross_entropy_upstream_.default)
@@ -134,7 +134,7 @@ def test_written_over_where_donated_gives_inductor_a_lowering():
 
 
 def seen_in_backward(seen, look):
-    """The identity, whose backward adds look(gradient) to `seen`."""
+    """An identity whose backward appends look(gradient) to `seen`."""
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -222,7 +222,9 @@ def test_comes_from_outside_a_traced_graph_knows_its_inputs_from_what_it_compute
 
 
 def test_an_input_that_one_operator_reads_is_saved_without_version_check():
-    """One that another operator reads, too, keeps the check: what that saved has changed."""
+    """An input that another operator reads, too, keeps the check, because that operator saved it and would read changed
+    values.
+    """
     from functorch.compile import aot_function, nop
 
     class Product(torch.autograd.Function):
@@ -364,7 +366,9 @@ def test_a_dispatch_mode_of_code_that_is_not_traced_does_not_import_the_compiler
 
 
 def test_no_other_file_reads_private_names():
-    """But for torch.compile's own module, operators by their type, and functional collectives: they have no other."""
+    """Exceptions: torch.compile's own module, operators by their type, and functional collectives. They have no public
+    name.
+    """
     private = re.compile(r"\btorch(\.\w+)*\._(?!dynamo\b|ops\.OpOverload|c10d_functional\.|_)\w+")
     files = (file for folder in ("flce_ops", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py"))
     found = {str(file.relative_to(ROOT)): private.search(file.read_text()) for file in files}

@@ -13,7 +13,7 @@ LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded",
 SECOND_ORDER = ("create_graph", "func_twice", "hvp")
 REFUSED = ("forward_mode", "third")
 SPARSE_MODES = ("backward", "grad", "retain_graph", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")
-BUFFER_MODES = (  # of main_grad; "zeroed": the buffer is zeroed between forward and backward
+BUFFER_MODES = (  # modes with main_grad; "zeroed": the buffer is zeroed between forward and backward
     *("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks"),
     *("two_forwards", "two_backwards", "zeroed"),
     *("compile_aot", "compile_two_forwards", "compile_two_backwards", "compile_zeroed"),

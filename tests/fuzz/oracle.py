@@ -1,7 +1,7 @@
 """The functions in plain torch on dense (N, V) logits, as a user writes them. In float64 they are the truth.
 
-Of two usual ways to write them, the yardstick is the more accurate: logits leave F.linear in the operands' dtype and
-become float32 at once, so that scale, cap and loss are computed in float32.
+There are two usual ways to write them. The yardstick is the more accurate one: logits leave F.linear in the operands'
+dtype and become float32 at once, so that scale, cap and loss are computed in float32.
 """
 
 from dataclasses import replace

@@ -211,7 +211,7 @@ def test_an_adapter_with_a_bias_of_its_own(patch_first):
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
 def test_float32_adapters_on_a_bfloat16_head(use_dora):
-    """As PEFT makes them. The pair's product is rounded where PEFT would round it."""
+    """PEFT makes float32 adapters. The pair's product is rounded where PEFT would round it."""
     model = make_model("Llama").bfloat16()
     config = peft.LoraConfig(r=3, init_lora_weights=False, use_dora=use_dora, **ON_THE_HEAD)
     theirs = peft.get_peft_model(model, config)

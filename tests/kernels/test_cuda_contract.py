@@ -55,8 +55,8 @@ def test_half_runs_on_triton_and_the_rest_on_aten(dtype):
 
 @pytest.mark.parametrize("shape", [(2048, 1024, 32003), (1000, 4096, 128256), (1024, 1000, 50257)], ids=str)
 def test_bf16_gradients_on_data_like_a_language_model(shape):
-    """As in the benchmarks. Rounding exponentials instead of logits leaves an error of 2.4e-3 in dX; rounding logits
-    leaves 1e-2.
+    """The data are those of the benchmarks. Rounding exponentials instead of logits leaves an error of 2.4e-3 in dX;
+    rounding logits leaves 1e-2.
     """
     needs_memory(24)
     inputs = make_inputs(shape, device="cuda", dtype=torch.bfloat16, ignored=0.02)

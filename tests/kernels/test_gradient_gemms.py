@@ -204,7 +204,7 @@ def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
 @interpreter
 @pytest.mark.parametrize("workspace, padded", [(512 * MiB, True), (4096, False)])
 def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies_fit(workspace, padded, monkeypatch):
-    """As on a GPU with tensor maps. The results equal those of the unpadded operands."""
+    """Pads as on a GPU with tensor maps. The results equal those of the unpadded operands."""
     x, w, target = torch.randn(40, 35), torch.randn(67, 35), torch.randint(67, (40,))
     args = (x, w, target, None, None, torch.rand(40))
     mask = {"output_mask": [True, True, False]}

@@ -291,8 +291,8 @@ def test_recomputed_rows_add_up_to_zero_at_any_magnitude(offset, poisoned_memory
 
 @pytest.mark.parametrize("option", ["masked_load", "masked_store"])
 def test_masks_are_boolean_as_triton_3_9_demands(option, monkeypatch):
-    """In the interpreter, a scalar condition broadcast into a mask has integers. The interpreter accepted these before
-    3.9.
+    """In the interpreter, a scalar condition that is broadcast into a mask becomes integers. The interpreter accepted
+    these before 3.9.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 

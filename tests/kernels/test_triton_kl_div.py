@@ -238,7 +238,7 @@ def round_trip_kernel(u_ptr, code_ptr, found_ptr, n, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flat_float16_logits_are_no_worse_than_dense_torch(kind):
-    """As of an untrained model: float16 rounds off little of its logits, and a tile's maximum is far away."""
+    """The logits are those of an untrained model: float16 rounds them little, and a tile's maximum is far away."""
     args, options = arguments(torch.float16, kind, shape=(60, 64, 64, 640))
     args = [None if arg is None else torch.randn(arg.shape).half() if arg.dim() == 2 else arg for arg in args]
     for weight in (args[1], args[4]):

@@ -53,7 +53,7 @@ def test_forward_gives_the_expected_and_the_largest_logit(shape, dtype, options,
 @pytest.mark.parametrize("wanted", ["expected_log_prob", "argmax", "logit_sum"])
 def test_each_alone_is_what_it_is_with_the_others(wanted, poisoned_memory):
     args = operands(RAGGED, torch.float32, {"bias": True})
-    entropy = wanted == "expected_log_prob"  # which reads the target's logit from another place
+    entropy = wanted == "expected_log_prob"  # the entropy reads the target's logit from another place
     everything = launch_forward(*args, logit_sum=True, expected_log_prob=entropy, argmax=True)
     alone = launch_forward(*args, **{wanted: True})
     sizes = {"logit_sum": [2], "expected_log_prob": [3], "argmax": [4, 5]}[wanted]

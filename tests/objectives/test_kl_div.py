@@ -107,7 +107,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_is_no_worse_than_plain_torch(device, shape, kind, dtype, poisoned_memory):
     # With few tokens, one large row decides the error in half precision. With one token, of 4500 errors of 8 draws one
-    # exceeded the bound, although plain torch's are as large on average. Of 2700 errors of 32 draws, none exceeded 0.6
+    # exceeded the bound, although plain torch's are as large on average. None of 2700 errors of 32 draws exceeded 0.6
     # of the slack.
     draws = [make_pair(shape, device=device, dtype=dtype, bias=True) for _ in range(32 if shape[0] == 1 else 8)]
     for reduction in ("none", "mean"):

@@ -122,7 +122,8 @@ def test_compiled_is_eager(device, kind, reduction, probs):
     pair = make_pair(SHAPE, device=device, bias=True, token_weight=True, probs=probs)
     cotangent = torch.randn(SHAPE[0], device=device) if reduction == "none" else torch.tensor(-3.0, device=device)
     loss, counter = compiled(flce_ops.linear_kl_div)
-    of_teacher = [name for name in EVERYTHING if probs and name.startswith("teacher")]  # refused beside probabilities
+    # refused together with teacher_probs
+    of_teacher = [name for name in EVERYTHING if probs and name.startswith("teacher")]
     options = {"kind": kind, "reduction": reduction, **EVERYTHING, **dict.fromkeys(of_teacher)}
     with warnings_are_errors():
         found = run(loss, pair, cotangent, **options)
@@ -142,7 +143,7 @@ def test_one_graph_for_any_number_of_tokens(device, backend, reduction, target):
     chunks = set()
     with warnings_are_errors(), flce_ops.workspace(2**15):
         for length in LENGTHS:
-            ignored = 0.0 if length == 129 else 0.15  # two chunks of what is kept
+            ignored = 0.0 if length == 129 else 0.15  # two chunks of valid tokens
             pair = make_pair((length, 11, 7, 61), device=device, dtype=torch.float64, target=target, ignored=ignored)
             expected = run_reference(pair, reduction=reduction)
             for name in ("input", "teacher_input", "target"):
@@ -175,7 +176,7 @@ def test_checkpointed_gradients(device, kind, reduction, way):
     pair = make_pair(SHAPE, device=device, dtype=torch.float64, bias=True)
     expected = run_reference(pair, kind=kind, reduction=reduction)
 
-    def loss(input, **others):  # the reentrant kind sees gradients of positional arguments only
+    def loss(input, **others):  # a reentrant checkpoint only sees gradients of positional arguments
         def block(input, linear_weight, linear_bias):
             tensors = {**others, "linear_weight": linear_weight, "linear_bias": linear_bias}
             return flce_ops.linear_kl_div(input, **tensors)
@@ -231,7 +232,7 @@ def test_retained_graph_gives_the_same_gradients_again(device, reduction):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("frozen", ["input", "linear_weight"])
 def test_only_the_gradients_asked_for(device, frozen, reduction):
-    """A frozen head (LoRA) or a frozen trunk: one GEMM pass less, the other gradient the same."""
+    """With a frozen head (LoRA) or a frozen trunk there is one GEMM pass less, and the other gradient is the same."""
     pair = make_pair(device=device)
     expected = run(flce_ops.linear_kl_div, pair, reduction=reduction)
     pair[frozen].requires_grad_(False)

@@ -161,8 +161,8 @@ def test_of_a_frozen_trunk(device, wanted):
 
 
 def test_forwards_may_come_before_the_backwards(device):
-    """As in a pipeline. If autograd saved the buffer, the second backward would be refused, because the first one
-    changed it.
+    """A pipeline runs in this order. If autograd saved the buffer, the second backward would be refused, because the
+    first one changed it.
     """
     inputs = make_inputs((N, D, V), device=device)
     main_grad = torch.zeros_like(inputs.linear_weight)

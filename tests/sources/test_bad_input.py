@@ -271,7 +271,7 @@ def fits(value, hint):
         pytest.param(function, name, id=f"{function.__name__}-{name}")
         for function in FUNCTIONS
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("options", "return_metrics")  # they have their own errors for wrong types
+        if name not in ("options", "return_metrics")  # these have their own errors for wrong types
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(function, name):

@@ -42,7 +42,8 @@ def test_slices_cover_the_matrix_once_and_share_one_memory(slices):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("name", ["linear_weight", "input"])
 def test_temporary_memory_stays_within_the_workspace(device, name, reduction, dtype):
-    """Or within what contiguous operands need: a CPU's half GEMMs allocate memory for each thread.
+    """If contiguous operands need more than the workspace, that is the bound: a CPU's half GEMMs allocate memory for
+    each thread.
 
     Logits saved for backward (`retained`) are not part of the workspace, so none are saved here.
     """

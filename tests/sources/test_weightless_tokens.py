@@ -1,4 +1,4 @@
-"""Tokens of weight 0 are left out as ignored ones are, but they count."""
+"""Tokens of weight 0 are left out as ignored ones are, but they count in the denominator of the mean."""
 
 # N tokens, D hidden, V vocabulary
 

@@ -8,7 +8,7 @@ loss alone.
 Only that argument distinguishes the three. The model's forward gets the same arguments in all of them. So
 `prediction_step` tells the patched models that it calls. Models that are not patched are not touched.
 
-With label_smoothing_factor, `compute_loss` keeps the labels and computes a loss of its own from the logits. Here it
+With label_smoothing_factor, `compute_loss` keeps the labels and computes its own loss from the logits. Here it
 passes the labels to the patched model, whose forward computes that loss instead of the logits.
 """
 

@@ -56,7 +56,7 @@ class RowScale(NamedTuple):
 def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
-    The log-probabilities are -inf behind column V. Loads still run to the end of the padded row: rows are a multiple of
+    The log-probabilities are -inf after column V. Loads still run to the end of the padded row: rows are a multiple of
     16 numbers apart, so loads of 16 bytes work for any V.
     """
     logits = load_tile(Matrix(softmax.logits, softmax.stride), rows, cols, row_mask, cols < softmax.stride)
@@ -194,7 +194,7 @@ def known_number_kernel(
 
 @dataclass(eq=False)
 class Rows:
-    """Launches the kernels of one chunk's rows, and holds what they hand each other."""
+    """Launches the kernels of one chunk's rows, and holds their intermediate results."""
 
     distributions: Distributions
     kind: type[Divergence]

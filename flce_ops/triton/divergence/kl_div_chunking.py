@@ -1,7 +1,7 @@
 """How linear_kl_div divides its tokens: into chunks, whose G is kept for the gradient GEMMs, and blocks of a chunk.
 
-One block at a time has the logits of both models in memory. One buffer of M rows holds them. The student's logits stand
-where the block's G will be. The teacher's stand in the last rows, which no G has reached yet:
+One block at a time has the logits of both models in memory. One buffer of M rows holds them. The student's logits are
+stored where the block's G will be. The teacher's are in the last rows, which no G has reached yet:
 
     row 0        o          o + p                M - p          M
         G of earlier blocks | student's | ...   | teacher's |         o + 2 p <= M

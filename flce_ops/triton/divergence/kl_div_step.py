@@ -55,7 +55,7 @@ from .softmax_rows import (
 
 
 class ForwardRows(NamedTuple):
-    """What forward saved of every token, in nats."""
+    """The numbers that forward saved for every token, in nats."""
 
     shift: Tensor  # (2, N)
     teacher_shift: Tensor  # (2, N), or (2, 0)

@@ -222,7 +222,7 @@ class WeightGradient:
         self,
         columns: slice,  # classes of this slice
         exponentials: Tensor,  # (n, v)
-        rows: Tensor,  # (n, D) c input, with zeros behind the valid rows
+        rows: Tensor,  # (n, D) c input, with zeros after the valid rows
         valid_tokens: ValidTokens,
         *,
         first: bool,

@@ -137,8 +137,8 @@ def numbers_in(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def as_loaded(words):
-    """Returns the same words through inline assembly, so that the compiler loads nothing it has unpacked before:
-    otherwise it keeps the unpacked numbers, in twice the registers.
+    """Returns the same words through inline assembly, so that the compiler unpacks them again. Otherwise it would keep
+    the numbers that it unpacked before, in twice the registers.
     """
     if INTERPRETED or words.dtype == tl.float32:
         return words

@@ -94,7 +94,7 @@ def compile_side_by_side(
     start, ahead = time.perf_counter(), Compiling(chip)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            # in a context of its own, which ends Triton's mode whatever happens
+            # in its own context, which ends Triton's mode whatever happens
             copy_context().run(compile_launched, Tasks(pool, device), ahead, trace)
     finally:
         failed = [(name, future) for future, name in ahead.kernels.items() if future.kernel is None]

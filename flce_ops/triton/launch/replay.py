@@ -82,7 +82,7 @@ class Temporary:
 def Kernel(function: Any) -> Any:
     """A Triton kernel that is compiled once for all N. Compiling ahead (ahead.py) does not launch the kernel."""
     kernel = triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
-    if not hasattr(kernel, "params"):  # it runs in the interpreter
+    if not hasattr(kernel, "params"):  # the kernel runs in the interpreter
         return kernel
     launch = kernel.run
 

@@ -1,7 +1,7 @@
 """Copies rows: to rows of another length, of valid tokens side by side, and from there back to their tokens' places.
 
     to another length     missing columns become 0, surplus columns are dropped
-    of the valid tokens   in their order, with zeros behind them; gather_tokens.py does this where there is a target
+    of the valid tokens   in their order, with zeros after them; gather_tokens.py does this where there is a target
     back                  in place, from the last row to the first, because rows only move up:
 
                  valid tokens first         where the tokens are

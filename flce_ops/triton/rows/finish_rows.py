@@ -33,8 +33,8 @@ from .valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
 ROWS = 64  # rows of a program if a token has one class
-# The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is raised to it. That moves p by
-# a tenth of a rounding of a.
+# The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This
+# changes p by a tenth of the rounding error of a.
 LEAST_SLOPE = tl.constexpr(2.0**-27)
 # If lse2 - r exceeds this, the probabilities of this rank's classes are below 2^-30. Z is capped at 2^90 then, which
 # keeps c * input normal numbers.
@@ -251,10 +251,10 @@ def store_factors(finished, i, mask, row_factor, entry, rounded, here):
 
     The target's entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight
     the row factor makes up for the rounding, so that the product with E'_iy is exact. This moves the row's other
-    entries, which belong to other classes, by a factor within 2^-8 of 1. In grad_input these moves would add up, along
-    whatever the rows of linear_weight share. So grad_input keeps the plain factor, and the residual is added
-    separately. Of several targets' entries only the largest is treated so: it is the one that can dominate the row, and
-    treating all would read K rows of linear_weight again.
+    entries, which belong to other classes, by a factor within 2^-8 of 1. In grad_input these changes would add up if
+    rows of linear_weight share a direction. So grad_input keeps the plain factor, and the residual is added separately.
+    If a token has several targets, only the largest of their entries is corrected: only that entry can dominate the
+    row, and correcting all would read K rows of linear_weight again.
     """
     correction = tl.where(here & (tl.abs(rounded) > 0.0), entry / rounded, 1.0)  # nan gets 1, too
     tl.store(finished.row_factor + i, row_factor, mask=mask)

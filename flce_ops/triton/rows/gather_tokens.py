@@ -64,7 +64,7 @@ class AtTarget(NamedTuple):
 def gather_tokens_kernel(
     valid_tokens,  # ValidTokens
     operands,  # Operands; if its target is None, column 0 is used
-    rows_ptr,  # (n, D) out, with zeros behind the valid rows up to a multiple of 128
+    rows_ptr,  # (n, D) out, with zeros after the valid rows up to a multiple of 128
     at_target,  # AtTarget, out
     class_sum,  # ClassSum; its fields are None without a logit sum
     pair,  # Pair, with rows for all N tokens

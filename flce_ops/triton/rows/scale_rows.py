@@ -1,6 +1,6 @@
 """out = factor matrix, for rows of valid tokens, rounded once. `rest` receives what the rounding took, if it is given.
 
-The rows behind the valid ones, up to a multiple of 128, become zeros.
+The rows after the valid ones, up to a multiple of 128, become zeros.
 
 ATen takes 3 times as long for a half matrix and a float32 factor.
 """

@@ -45,7 +45,7 @@ class ClassSum(NamedTuple):
 def logit_sum_slopes_kernel(
     valid_tokens,  # ValidTokens, of all tokens
     reduction,  # Reduction
-    out_ptr,  # (N,) out: m, in the order of the valid tokens, with zeros behind them
+    out_ptr,  # (N,) out: m, in the order of the valid tokens, with zeros after them
     N,
     d_sum,  # the derivative of a loss by its logit sum
     logit_scale_ptr,  # ()

@@ -21,7 +21,7 @@ from ..launch.replay import Kernel
 
 # Triton's layouts, and with them the order of sums, depend on whether 16 divides a distance between rows
 APART = tl.constexpr(16)
-# Rows of the largest tile. The rows behind the valid ones, up to a multiple of this, are zeros.
+# Rows of the largest tile. The rows after the valid ones, up to a multiple of this, are zeros.
 ROW_MULTIPLE = tl.constexpr(128)
 
 
@@ -62,7 +62,7 @@ def valid_rows(valid_tokens, n):
 
 @triton.jit
 def padded_rows(count, n):
-    """The valid rows and the rows of zeros behind them."""
+    """The valid rows and the rows of zeros after them."""
     return tl.minimum(tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, n)
 
 
@@ -96,7 +96,7 @@ def compact_tokens_kernel(
         wrong |= keep & ((target < 0) | (target >= num_classes)).to(tl.int32)
         if order_ptr is not None:
             place = count + tl.cumsum(keep, 0) - 1
-            behind = N - 1 - (i - place - 1)  # i - place - 1 ignored tokens stand before this one
+            behind = N - 1 - (i - place - 1)  # i - place - 1 ignored tokens come before this one
             tl.store(order_ptr + tl.where(keep > 0, place, behind), i, mask=i < N)
             tl.store(place_ptr + i, tl.where(keep > 0, place, -1), mask=i < N)
             count += tl.sum(keep, 0)

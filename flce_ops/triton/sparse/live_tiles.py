@@ -34,7 +34,7 @@ class Steps(NamedTuple):
     """
 
     number: Tensor | None = None  # (B,) int32; with a stride of 0 the same number for all blocks
-    which: Tensor | None = None  # (B, K + 1) int32, ascending; the number behind the last is loaded but not used
+    which: Tensor | None = None  # (B, K + 1) int32, ascending; the number after the last is loaded but not used
     stride_number: int = 0
     stride_which: int = 0
 

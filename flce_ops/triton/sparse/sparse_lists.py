@@ -154,7 +154,7 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
     """Returns the groups of a tile, their sums of q in int64, and u.
 
     A group that is aligned lies in a dense block as a whole or not at all. Rows of E are padded to 16 bytes; the
-    numbers behind V count as 0.
+    numbers after V count as 0.
     """
     V = rows.compared.V
     u, dither = uniforms(rows, key, tile)

@@ -4,11 +4,11 @@
     dense_b = kept_b > LIVE / CLASSES_PER_ENTRY
 
 A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200. A GEMM takes 2 D operations for each class and
-token, at 700 TFLOP/s. By these numbers, one entry takes as long as 87 classes. Measured, the two ways are equal at 85
-(8192x4096x128256) and 105 (8192x1024x50304). Frequent classes are kept in many rows. If class ids are ordered by
-frequency, as tokenizers number them, a tenth of the blocks has half of the entries, and the dense blocks have no
-variance. If the probabilities are nearly uniform, as before training, all blocks are dense. All blocks are dense, too,
-if lists would save less time than making them takes.
+token, at 700 TFLOP/s. According to these numbers, one entry takes as long as 87 classes. Measured, the two ways are
+equal at 85 (8192x4096x128256) and 105 (8192x1024x50304). Frequent classes are kept in many rows. If class ids are
+ordered by frequency, as tokenizers number them, a tenth of the blocks has half of the entries, and the dense blocks
+have no variance. If the probabilities are nearly uniform, as before training, all blocks are dense. All blocks are
+dense, too, if lists would save less time than making them takes.
 
 128 valid tokens of the first chunk decide for all chunks, so all chunks use the same blocks.
 

@@ -95,7 +95,7 @@ class Problem(NamedTuple):
         return fitting
 
     def product_bytes(self, rows: int) -> int:
-        """Bytes for the products of chunks of so many rows: what the chunks leave free, but no more than is useful."""
+        """Bytes for the products of chunks of `rows` rows: what the chunks leave free, but no more than is useful."""
         if not self.want_input:
             return 0
         room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)

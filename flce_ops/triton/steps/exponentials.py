@@ -33,14 +33,14 @@ from .quantized_logits import QuantizedLogits, quantization
 class RowSums(NamedTuple):
     """Sums over the classes of each row, (n,) each, in base 2; None if not requested."""
 
-    exponentials: Tensor  # of exp2(z2 - reference_logit)
+    exponentials: Tensor  # sum of exp2(z2 - reference_logit)
     reference_logit: Tensor
-    logit_sum: Tensor | None = None  # of w z2
-    expected: Tensor | None = None  # of exp2(z2 - reference_logit) (z2 - reference_logit)
+    logit_sum: Tensor | None = None  # sum of w z2
+    expected: Tensor | None = None  # sum of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None = None  # z2
     argmax: Tensor | None = None  # int64, the first of equals
-    squares: Tensor | None = None  # of exp2(z2 - reference_logit)^2
-    total: Tensor | None = None  # of z2
+    squares: Tensor | None = None  # sum of exp2(z2 - reference_logit)^2
+    total: Tensor | None = None  # sum of z2
 
 
 class Asked(NamedTuple):
@@ -136,7 +136,7 @@ def launch_exponentials(
 
 
 def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
-    """The largest logit and its class, the first of equals. If the maximum is nan, the last class."""
+    """The largest logit and its class: the first of equals, or the last class if the maximum is nan."""
     row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
     max_logit = row_max.amax(0)
     return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)

@@ -174,7 +174,7 @@ def run_forward(
 
 def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
     """Chunks of rows that take `row_bytes` each, for partial sums and the gathered token. Rows whose logits are saved
-    come first, in chunks of their own.
+    come first, in separate chunks.
     """
     rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
     at_most, first = min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS), min(retained, tokens)

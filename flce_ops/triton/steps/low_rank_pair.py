@@ -7,7 +7,7 @@
                 V              V
 
 With tensor maps, the main loop of the logits GEMM continues over h and B: each step selects the tensor maps of one
-product or of the other, and columns behind the last are zeros. A separate product after the loop would wait for its
+product or of the other, and columns after the last are zeros. A separate product after the loop would wait for its
 loads, and ptxas serialises the loop's products if another product adds to the same registers.
 """
 

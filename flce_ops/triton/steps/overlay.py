@@ -37,7 +37,7 @@ class Overlay:
     rows: int
     columns: list[slice]
     workspace_numbers: int  # numbers of the first slice
-    # gathered tokens need a buffer: grad_input has fewer than `rows` rows behind those of the overlay chunk
+    # gathered tokens need a buffer: grad_input has fewer than `rows` rows after those of the overlay chunk
     rows_apart: bool
 
 

@@ -67,7 +67,7 @@ def clear_unused_kernel(
     rows,
     V,
     first_maximum,  # first column of the maxima
-    behind_maxima,  # the column behind the maxima
+    behind_maxima,  # the column after the maxima
     columns,
     BLOCK: tl.constexpr,
 ):

@@ -39,7 +39,7 @@ def saved_gradient_kernel(
     first_tile,  # number of the slice's first tile
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,  # one tile, with one maximum a row
-    ALIGNED: tl.constexpr,  # columns of `out` in 16 bytes
+    ALIGNED: tl.constexpr,  # the number of columns of `out` in 16 bytes
 ):
     tile = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
