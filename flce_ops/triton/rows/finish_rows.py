@@ -115,7 +115,7 @@ def shard_numbers_kernel(
 
 
 def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
-    """Returns the (k, n) numbers that ranks exchange: 2, or 3 with logit sums. With argmax there are 2 more, which the
+    """Returns the (k, n) numbers that ranks exchange; k is 2, or 3 with logit sums. With argmax there are 2 more, which the
     caller fills in.
     """
     n = tokens.column.shape[0]
