@@ -50,11 +50,8 @@ LARGEST_SUM = tl.constexpr(2.0**60)
 
 @triton.jit
 def loaded(logit_options):
-    """LogitOptions with numbers in place of pointers."""
-    softcap = None
-    if logit_options.softcap is not None:
-        softcap = number(logit_options.softcap)
-    return LogitOptions(softcap, number(logit_options.logit_scale))
+    """LogitOptions with numbers in place of pointers, if there is a softcap: Triton 3.6 returns no None in a tuple."""
+    return LogitOptions(number(logit_options.softcap), number(logit_options.logit_scale))
 
 
 @triton.jit
@@ -132,7 +129,10 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair, contiguous; 0 without one
 ):
-    numbers = loaded(logit_options)
+    if logit_options.softcap is None:
+        numbers = LogitOptions(None, number(logit_options.logit_scale))
+    else:
+        numbers = loaded(logit_options)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)

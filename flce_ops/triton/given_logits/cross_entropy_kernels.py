@@ -18,7 +18,8 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from ...objectives.in_triton import LN2
+from ...math.options import LogitOptions
+from ...objectives.in_triton import LN2, number
 from ..gemm.logits_gemm import loaded
 from ..launch.replay import Kernel
 from ..rows.sum_losses import scale_of_rows
@@ -103,7 +104,11 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    scores = Scores(loaded(logit_options), class_weight_ptr)
+    if logit_options.softcap is None:
+        options = LogitOptions(None, number(logit_options.logit_scale))
+    else:
+        options = loaded(logit_options)
+    scores = Scores(options, class_weight_ptr)
     logit_scale = scores.options.logit_scale
     valid, column = target_of(target_ptr, i, ignore_index, V)
     row = row_of(logits, i, V, VEC)
