@@ -18,7 +18,8 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from ...objectives.in_triton import LN2
+from ...math.options import LogitOptions
+from ...objectives.in_triton import LN2, number
 from ..gemm.logits_gemm import loaded
 from ..launch.replay import Kernel
 from ..rows.sum_losses import scale_of_rows
