@@ -126,10 +126,7 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair, contiguous; 0 without one
 ):
-    if logit_options.softcap is None:
-        numbers = LogitOptions(None, number(logit_options.logit_scale))
-    else:
-        numbers = loaded(logit_options)
+    numbers = loaded(logit_options)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)

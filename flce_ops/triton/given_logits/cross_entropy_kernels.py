@@ -18,8 +18,7 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from ...math.options import LogitOptions
-from ...objectives.in_triton import LN2, number
+from ...objectives.in_triton import LN2
 from ..gemm.logits_gemm import loaded
 from ..launch.replay import Kernel
 from ..rows.sum_losses import scale_of_rows

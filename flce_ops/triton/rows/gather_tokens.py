@@ -33,8 +33,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...math.options import LogitOptions
-from ...objectives.in_triton import number
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits, loaded
 from ..gemm.tma import load_tile, matrix_of
@@ -158,10 +156,7 @@ def topk_logits_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
-        if logit_options.softcap is None:
-            numbers = LogitOptions(None, number(logit_options.logit_scale))
-        else:
-            numbers = loaded(logit_options)
+        numbers = loaded(logit_options)
         for start in range(0, TOPK, BLOCK_TOPK):
             k = start + tl.arange(0, BLOCK_TOPK)
             inside = k < TOPK

@@ -21,12 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import meta
-from ...math.options import LogitOptions
 from ...math.support import Support
 from ...meta.all_classes import gradients_of_all_classes, with_all_classes
 from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
-from ...objectives.in_triton import number
 from ...support.path import record_run
 from ...support.target_range import assert_in_range, in_range
 from ..gemm.logits_gemm import base2_logits, loaded
