@@ -129,6 +129,7 @@ class Layout(OneRank):
         return tensor.redistribute(self.mesh, self.tokens) if isinstance(tensor, DTensor) else tensor
 
     def sum_over_tokens(self, part: Tensor) -> Tensor:
+        """The sum of every rank's part, such as the denominator of a mean: denominator_of in entry/loss.py."""
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:

@@ -47,7 +47,9 @@ class ShardRows(NamedTuple):
 
 
 def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
-    """Rows that are equal on all ranks that share the vocabulary. Requested statistics are 0 for ignored tokens.
+    """Rows that are equal on all ranks that share the vocabulary.
+
+    For ignored tokens the requested statistics are 0, and argmax is -1.
 
     `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits. Targets and class weights refer to the
     whole vocabulary.

@@ -1,4 +1,7 @@
-"""For how many tokens forward saves logits for backward: the table SAVE_LOGITS, and the bytes available."""
+"""For how many tokens forward saves logits for backward: the table SAVE_LOGITS, and the bytes available.
+
+Autograd holds the saved logits, as any saved tensor (`save` in function.py), and frees them after backward.
+"""
 
 import torch
 

@@ -1,5 +1,7 @@
 """Decides on the device for which blocks of classes GEMMs are faster than lists. These blocks get their exact gradient.
 
+kept_b are the entries that a token is expected to keep in block b:
+
     kept_b  = sum over a block's classes of min(|p - onehot| / threshold, 1), averaged over some tokens
     dense_b = kept_b > LIVE / CLASSES_PER_ENTRY
 

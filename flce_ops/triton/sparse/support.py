@@ -50,7 +50,7 @@ def support_products_kernel(
     support,  # Support
     products_ptr,  # (E,) out
     D,
-    input_stride,  # of tokens and features
+    input_stride,  # strides along tokens and features
     linear_weight,  # Matrix, (V, D)
     ENTRIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
