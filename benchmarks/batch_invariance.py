@@ -60,11 +60,12 @@ class Pool(NamedTuple):
     topk: Tensor  # (N, K)
     advantages: Tensor  # (N,)
     old_log_probs: Tensor  # (N,)
+    temperature: Tensor  # (N,)
     linear_weight: Tensor  # (V, D)
     teacher_weight: Tensor  # (V, D)
 
     def of(self, tokens: Tensor) -> Pool:
-        return Pool(*(values[tokens] for values in self[:6]), *self[6:])
+        return Pool(*(values[tokens] for values in self[:7]), *self[7:])
 
     def wanting_gradients(self) -> Pool:
         leaves = {name: getattr(self, name).detach().requires_grad_() for name in ("input", "linear_weight")}
@@ -89,6 +90,7 @@ def draw_pool(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
         labels(tokens, TOPK),
         randn(tokens).to(accumulate),
         (randn(tokens) - 6.0).to(accumulate),
+        randn(tokens).abs().to(accumulate) + 0.3,
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
     )
@@ -106,6 +108,12 @@ def log_probs(pool: Pool) -> Results:
     )  # fmt: skip
     of_rows = {name: getattr(found, name) for name in ("log_probs", "lse", "entropy", "argmax")}
     return of_rows | metrics
+
+
+def log_probs_at_temperatures(pool: Pool) -> Results:
+    call = (pool.input, pool.linear_weight, pool.target)
+    found = flce_ops.linear_log_probs(*call, temperature=pool.temperature, softcap=20.0, entropy=True)
+    return {"log_probs at temperatures": found.log_probs, "entropy at temperatures": found.entropy}
 
 
 def log_probs_of_topk(pool: Pool) -> Results:
@@ -153,6 +161,7 @@ def divergences(pool: Pool) -> Results:
 
 ASKED = (
     log_probs,
+    log_probs_at_temperatures,
     log_probs_of_topk,
     losses,
     metrics_of_a_mean,

@@ -18,6 +18,7 @@ positions.py           K-dimensional losses, a head for each position
 metrics.py             return_metrics by name
 class_order.py         classes in an order of the user's, for a sparse gradient
 learnt_scale.py        a scale that gets a gradient
+token_temperature.py   a temperature of each token
 padded_vocabulary.py   the classes that vocabularies have but for their padding
 shifted_target.py      labels whose targets are the next ones
 """

@@ -63,7 +63,7 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
         check_buffer(OP, operands, call.main_grad)
     target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
     others = {"main_grad": call.main_grad, "target_weight": target_weight, "sparse": call.sparse}
-    problem = token_losses(call, operands, asked, **others)
+    problem = token_losses(OP, layout, call, operands, asked, **others)
     with_grad: WithGrad | None = None
     if layout.splits_vocabulary:
         from ..distributed import one_pass

@@ -16,6 +16,7 @@ from ..objectives.cross_entropy import LossOptions
 from .arguments import check_head
 from .loss import layout_of_call, rows_of
 from .schemas import LogProbs
+from .token_temperature import temperature_of_tokens
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 
@@ -28,7 +29,8 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     check_head(OP, call)
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
-    logits = logit_options(call.numbers, operands.input)
+    temperature = temperature_of_tokens(OP, call, layout, operands.target)
+    logits = logit_options(call.numbers, operands.input, temperature)
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked, sparse=call.sparse)
     rows = rows_of(layout, problem)
     numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}

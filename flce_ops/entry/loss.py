@@ -46,6 +46,7 @@ from ..ops.autocast import autocast_call
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
+from .token_temperature import temperature_of_tokens
 
 # N tokens, V vocabulary
 
@@ -75,10 +76,16 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
 
 
 def token_losses(
-    call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, asked: Statistics, **others: Any
+    op: str,
+    layout: OneRank,
+    call: CrossEntropy | LogitsCrossEntropy,
+    operands: Operands | LogitOperands,
+    asked: Statistics,
+    **others: Any,
 ) -> TokenLosses:
     input = operands[0]
-    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
+    temperature = temperature_of_tokens(op, call, layout, operands.target)
+    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input, temperature)
     return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
 
 

@@ -26,6 +26,7 @@ from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_row_loss
 from .loss import layout_of_call, loss_of_tokens, rows_of
 from .schemas import RowLoss
+from .token_temperature import temperature_of_tokens
 
 # N tokens, D hidden, V vocabulary
 
@@ -41,7 +42,7 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
     input, linear_weight, _, linear_bias, _ = operands
     dtype = accumulation_dtype(input.dtype)
     objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
-    logits = logit_options(call.numbers, input)
+    logits = logit_options(call.numbers, input, temperature_of_tokens(op, call, layout, operands.target))
     problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
     with_grad = None
     if call.reduction != "none" and not layout.splits_vocabulary:

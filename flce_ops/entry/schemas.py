@@ -28,6 +28,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     main_grad: Tensor | None = None  # (V, D)
     sparse: SparseGradient
     gradient_class_order: Tensor | None = None  # (V,)
+    token_temperature: Tensor | None = None  # (...), in place of the number
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
@@ -59,6 +60,7 @@ class LogitsCrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    token_temperature: Tensor | None = None  # (...), in place of the number
 
 
 class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
@@ -82,6 +84,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     mean_logit: bool = False
     tail: bool = False
     sparse: SparseGradient
+    token_temperature: Tensor | None = None  # (...), in place of the number
 
 
 class RowLoss(Arguments, keyword_from="own"):
@@ -99,6 +102,7 @@ class RowLoss(Arguments, keyword_from="own"):
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
     sparse: SparseGradient
+    token_temperature: Tensor | None = None  # (...), in place of the number
 
 
 def schema_of(objective: type[RowObjective]) -> type[RowLoss]:
@@ -127,3 +131,4 @@ class KlDiv(Arguments, keyword_from="teacher_probs"):
     temperature: Scalar = 1.0
     teacher_logit_scale: OptionalScalar = None
     teacher_softcap: OptionalScalar = None
+    token_temperature: Tensor | None = None  # (...), in place of the number

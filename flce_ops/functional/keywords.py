@@ -42,7 +42,7 @@ class LossKeywords(TypedDict, total=False):
 
 class LogitsKeywords(LossKeywords, total=False):
     logit_scale: float
-    temperature: float
+    temperature: float | Tensor
     inplace_backward: bool
 
 

@@ -77,7 +77,7 @@ def linear_log_probs(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
@@ -108,7 +108,8 @@ def linear_log_probs(
             classes such a class has log-probability 0, and a token with only such classes is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits behind the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits behind the cap, as sampling does: a number; without softcap a 0-d tensor, which
+            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
         shift: as in ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).

@@ -39,7 +39,7 @@ def linear_policy_loss(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
     gradient_threshold: float = 0.0,
@@ -84,7 +84,8 @@ def linear_policy_loss(
         ignore_index: target value of tokens that do not count, whatever the other arguments hold there. None is -100.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits behind the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits behind the cap, as sampling does: a number; without softcap a 0-d tensor, which
+            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
         token_weight: factor per token, (...), on the objective and on the KL term, differentiable: 1 / the completion's
             length for GRPO's mean of means. The denominator of "mean" does not contain token_weight. Tokens of weight
             0 are left out like ignored ones, unless token_weight gets a gradient.

@@ -17,6 +17,7 @@ from ..entry.argument_types import typed
 from ..entry.arguments import resolve_ignore_index
 from ..entry.learnt_scale import apply_learnt_scale
 from ..entry.shifted_target import shifted_target
+from ..entry.token_temperature import as_argument
 from ..math.options import normalizer_tensor
 from ..support import rank_check
 from ..support.dtensor import any_dtensor
@@ -59,6 +60,8 @@ def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Functi
 def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: dict[str, bool] | None = None) -> Any:
     """The operator's results; `metrics` ends the name of the one that returns them, too."""
     rows, target = given["input"] if "input" in given else given["logits"], given["target"]
+    if isinstance(given["temperature"], Tensor):
+        given = {**given, **as_argument(name, given["temperature"], "input" if "input" in given else "logits")}
     if isinstance(given["logit_scale"], Tensor) or isinstance(given["temperature"], Tensor):
         read = ("input", "linear_bias", "logit_scale", "temperature")
         learnt = apply_learnt_scale(name, *[given[argument] for argument in (*read, "softcap")])

@@ -4,6 +4,8 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from .options import LogitOptions
+
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary (this rank's part of it where it is sharded)
 
 
@@ -24,7 +26,7 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 class KlDivOptions(NamedTuple):
     kind: str = "forward"  # one of KINDS, or "cross_entropy", of teacher_probs
     beta: Tensor | None = None  # (), of "jsd"
-    logit_scale: Tensor | None = None  # (), like the next three
+    logit_scale: Tensor | None = None  # () or (N,), like the next three
     softcap: Tensor | None = None
     teacher_logit_scale: Tensor | None = None
     teacher_softcap: Tensor | None = None
@@ -32,6 +34,20 @@ class KlDivOptions(NamedTuple):
     group: str | None = None
     ranks: int = 1
     vocab_size: Annotated[int | None, "SymInt?"] = None
+
+    @property
+    def student(self) -> LogitOptions:
+        return LogitOptions(self.softcap, self.logit_scale)
+
+    @property
+    def teacher(self) -> LogitOptions:
+        return LogitOptions(self.teacher_softcap, self.teacher_logit_scale)
+
+    def contiguous(self) -> "KlDivOptions":
+        (softcap, logit_scale), (teacher_softcap, teacher_scale) = self.student.contiguous(), self.teacher.contiguous()
+        return self._replace(
+            softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_scale
+        )
 
     @property
     def of_student(self) -> bool:

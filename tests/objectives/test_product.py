@@ -171,6 +171,8 @@ def values(name: str, default: object, annotation: object) -> list:
             found.append(7 if part is int else 3.0 if default is None else default + 0.3)
         elif part is Tensor:
             found += [tensor_of(name), tensor_of(name)]
+            if name == "temperature":  # of each token; of all, which may be learnt
+                found.insert(0, torch.tensor(1.3).double().requires_grad_())
             if found[-1].is_floating_point():
                 found[-1].requires_grad_()
         elif part is not types.NoneType:  # return_metrics' names

@@ -24,6 +24,7 @@ from ..gemm.device import interpreted
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import LogitNumbers, number_of, numbers_of
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
 from .softmax_rows import Softmax, store_shift
@@ -45,12 +46,12 @@ class RowScale(NamedTuple):
     """What G is multiplied by."""
 
     row_scale: Tensor  # (N,)
-    logit_scale: Tensor | None  # ()
+    logit_numbers: LogitNumbers
     of_sums: Tensor | None = None  # (n,)
 
 
 @triton.jit
-def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
+def log_probabilities(softmax, rows, token, cols, row_mask, vocab_block, n, V, stride):
     """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
 
     What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
@@ -65,7 +66,8 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V, stride):
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        logits, dz_du = base2_logits(logits, None, softmax, 1.0, number(softmax.softcap))
+        softcap = number_of(softmax.softcap, token[:, None], row_mask[:, None], softmax.by_token)
+        logits, dz_du = base2_logits(logits, None, softmax, 1.0, softcap)
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
@@ -103,10 +105,10 @@ def divergence_kernel(
         row_mask = rows < count
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
-        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V, stride_student)
+        log2_q, dz_du = log_probabilities(student, rows, token, cols, row_mask, vocab_block, n, V, stride_student)
         if distributions.teacher_probs is None:
             teacher = distributions.teacher
-            log2_p, _ = log_probabilities(teacher, rows, cols, row_mask, vocab_block, n, V, stride_teacher)
+            log2_p, _ = log_probabilities(teacher, rows, token, cols, row_mask, vocab_block, n, V, stride_teacher)
         else:
             places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
             mask = row_mask[:, None] & (cols < V)[None, :]
@@ -124,7 +126,8 @@ def divergence_kernel(
             row_number = 1.0
             if row_number_ptr is not None:
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
+            logit_scale, _ = numbers_of(scale.logit_numbers, token, row_mask)
+            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
             if scale.of_sums is not None:
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
             # the entries of a row would be inf of either sign, and some 0 * inf

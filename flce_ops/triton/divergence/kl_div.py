@@ -17,6 +17,7 @@ from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ..gemm.padded_features import with_padded_features
 from ..launch.replay import repeated
+from ..rows.logit_numbers import numbers_in_kernel
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..steps.chunks import contiguous, record_chunks
@@ -55,7 +56,7 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
     loss, divergence, *grads = outputs
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(grads, call.output_mask)
-    scale = RowScale(call.row_scale, call.options.logit_scale)
+    scale = RowScale(call.row_scale, numbers_in_kernel(call.options.student))
     chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale)
     finish_gradients(grads, gradients, valid_tokens, place)
     launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
@@ -77,7 +78,7 @@ def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(outputs, call.output_mask)
     known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
-    scale = RowScale(call.grad, call.options.logit_scale)
+    scale = RowScale(call.grad, numbers_in_kernel(call.options.student))
     chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(None), scale, known)
     finish_gradients(outputs, gradients, valid_tokens, place)
     return chunks
@@ -86,7 +87,7 @@ def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
 def run(
     call: KlDivForward | KlDivWithGrad | KlDivBackward, step: Callable[..., list[slice]], outputs: tuple[Tensor, ...]
 ) -> None:
-    operands = call.operands
+    operands, call.options = call.operands, call.options.contiguous()
     linear_bias, teacher_bias = contiguous(operands.linear_bias, operands.teacher_bias)
     with torch.cuda.device_of(operands.input):
         valid = operands.valid

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ...math.options import LogitOptions
 from ...objectives.divergence import DIVERGENCES
 from ...support.exchange import all_reduce
 from ..gemm.backends import backend_for
@@ -151,21 +151,19 @@ class KlDivStep:
     ) -> tuple[Distributions, Tensor]:
         """The distributions of a block, and (s, T, n) memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]
-        logit_options = LogitOptions(options.softcap, options.logit_scale)
-        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
+        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, options.student)]
         matrices, shifts = [logits], None if known is None else known[:2]
         if operands.teacher_input is not None:
             teacher_tokens = self.teacher_tokens(logits)
             launch_copy_rows(operands.teacher_input, teacher_tokens, valid_tokens)
-            teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
-            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
+            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, options.teacher))
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
             matrices.append(matrix(last_rows, n, self.classes))
         matrices_of_tiles = len(models) + DIVERGENCES[options.kind].sums
         tiles = triton.cdiv(self.classes, self.tile)
         per_tile = tokens.new_empty(matrices_of_tiles, tiles, room_for_rows(n), dtype=torch.float32)
         softmaxes = [
-            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
+            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap, tl.constexpr(options.student.by_token))
             for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))
         ]
         sums = per_tile[len(models) :]

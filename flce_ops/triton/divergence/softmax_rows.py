@@ -40,7 +40,8 @@ class Softmax(NamedTuple):
     logits: Tensor  # (n, V) u; its rows are apart by a multiple of 16
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
-    softcap: Tensor | None = None  # (), of logits that are stored before it
+    softcap: Tensor | None = None  # () or (N,), of logits that are stored before it
+    by_token: tl.constexpr = tl.constexpr(False)  # whether that is (N,)
 
 
 class Linear(NamedTuple):

@@ -31,6 +31,7 @@ from ...math.options import LogitOptions
 from ...objectives.in_triton import number
 from ..divergence.fixed_point import to_fixed_point
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import numbers_in_kernel, numbers_of
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
@@ -48,14 +49,15 @@ LARGEST_SUM = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def base2_logits(acc, bias, logit_options, logit_scale, softcap):
+def base2_logits(acc, bias, logit_numbers, logit_scale, softcap):
     """(z log2 e, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
 
-    `logit_options` says which options there are, the two numbers after it were loaded from its pointers.
+    `logit_numbers` says which options there are, the two after it were loaded from its pointers: scalars, or numbers of
+    rows that broadcast.
     """
     if bias is not None:
         acc = acc + bias
-    if logit_options.softcap is not None:
+    if logit_numbers.softcap is not None:
         # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
         # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
         y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
@@ -87,7 +89,7 @@ def logits_gemm_kernel(
     weight_ptr,  # (V, D): likewise
     out_ptr,  # (n, V): likewise, out; None where nothing is stored
     bias_ptr,  # (V,) or None
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     operands,  # of the epilogue: ExpSum, MaxSum, Gradient
     pair_input_ptr,  # (n, r): as input_ptr; None where there is no pair
     pair_weight_ptr,  # (V, r)
@@ -118,8 +120,9 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # of the pair, contiguous
 ):
-    logit_scale = number(logit_options.logit_scale)
-    softcap = number(logit_options.softcap)
+    if not logit_numbers.by_token:
+        logit_scale = number(logit_numbers.logit_scale)
+        softcap = number(logit_numbers.softcap)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
@@ -159,11 +162,16 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, logit_options, logit_scale, softcap)
+        if logit_numbers.by_token:
+            token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
+            scale_of_rows, softcap_of_rows = numbers_of(logit_numbers, token[:, None], row_mask[:, None])
+        else:
+            scale_of_rows, softcap_of_rows = logit_scale, softcap
+        z, dz_du = base2_logits(acc, bias, logit_numbers, scale_of_rows, softcap_of_rows)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if out_ptr is not None:
             if BEFORE_SOFTCAP:
-                result = (acc if bias is None else acc + bias) * logit_scale
+                result = (acc if bias is None else acc + bias) * scale_of_rows
             elif FIXED_POINT:
                 result = to_fixed_point(result)
             elif SLOPED:
@@ -214,7 +222,7 @@ def launch_logits_gemm(
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],
         linear_bias,
-        logit_options,
+        numbers_in_kernel(logit_options),
         epilogue,
         *matrices[3:],
         pair.class_scale,

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from ...objectives.in_triton import LN2, number
+from ...objectives.in_triton import LN2
 from ..gemm.logits_gemm import base2_logits
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import numbers_of
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
 from .logit_gradient import finish_gradient, out_of, store_gradient
@@ -82,7 +83,7 @@ def rows_kernel(
     class_weight_ptr,  # (V,) float32
     objective,  # None without a loss, as the next
     d_sum,  # the derivative of a loss by its logit sum
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     ignore_index,
     later,  # rows that are taken at a time
     N,
@@ -100,8 +101,8 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    logit_scale, softcap = number(logit_options.logit_scale), number(logit_options.softcap)
     valid, column = target_of(target_ptr, i, ignore_index, V)
+    logit_scale, softcap = numbers_of(logit_numbers, i, valid)
     row, head, groups = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row + head, 16)
     last = groups // BLOCK_G
@@ -122,26 +123,26 @@ def rows_kernel(
         for block in tl.static_range(HELD):
             m, s, logit_sums, columns = add_block(
                 m, s, logit_sums, columns, numbers_in(held[block], DTYPE), block, head, groups, V, class_weight_ptr,
-                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+                logit_numbers, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
             )  # fmt: skip
         for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
             words = load_block(groups_ptr, streamed, groups, valid, BLOCK_G, False, "evict_last")
             m, s, logit_sums, columns = add_block(
                 m, s, logit_sums, columns, numbers_in(words, DTYPE), streamed, head, groups, V, class_weight_ptr,
-                logit_options, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
+                logit_numbers, logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False,
             )  # fmt: skip
         m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_options,
+            m, s, logit_sums, columns, numbers_in(end, DTYPE), last, head, groups, V, class_weight_ptr, logit_numbers,
             logit_scale, softcap, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True,
         )  # fmt: skip
         row_max, row_sum, logit_sum2, argmax = whole_row(
-            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_options, logit_scale, softcap,
+            m, s, logit_sums, columns, u_edges, edge, there, V, class_weight_ptr, logit_numbers, logit_scale, softcap,
             LOGIT_SUM, ARGMAX,
         )  # fmt: skip
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         if ARGMAX:
             tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
-        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_options, logit_scale, softcap)
+        target_logit2, _ = base2_logits(u_target.to(tl.float32), None, logit_numbers, logit_scale, softcap)
         log2_sum = tl.log2(row_sum)
     if grad_logits is None:
         lse64 = (row_max.to(tl.float64) + log2_sum.to(tl.float64)) * 0.6931471805599453
@@ -194,21 +195,21 @@ def rows_kernel(
         out_row, out_groups_ptr = out_of(grad_logits, i, head, ALIKE)
         store_gradient(
             out_groups_ptr, as_loaded(end), last, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-            logit_options, logit_scale, softcap, BLOCK_G, VEC, True,
+            logit_numbers, logit_scale, softcap, BLOCK_G, VEC, True,
         )  # fmt: skip
         for back in tl.range(0, last - HELD, num_stages=STAGES):
             again = last - 1 - back
             words = load_block(groups_ptr, again, groups, valid, BLOCK_G, False, "evict_first")
             store_gradient(
                 out_groups_ptr, words, again, head, groups, row_max, factor, sum_factor, class_weight_ptr,
-                logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
+                logit_numbers, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
         for block in tl.static_range(HELD):
             store_gradient(
                 out_groups_ptr, as_loaded(held[block]), block, head, groups, row_max, factor, sum_factor,
-                class_weight_ptr, logit_options, logit_scale, softcap, BLOCK_G, VEC, False,
+                class_weight_ptr, logit_numbers, logit_scale, softcap, BLOCK_G, VEC, False,
             )  # fmt: skip
         finish_gradient(
             out_row, u_edges, edge, there, u_target, column, V, row_max, factor, sum_factor, at_target,
-            class_weight_ptr, logit_options, logit_scale, softcap,
+            class_weight_ptr, logit_numbers, logit_scale, softcap,
         )  # fmt: skip

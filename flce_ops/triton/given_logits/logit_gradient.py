@@ -26,10 +26,10 @@ def out_of(grad_logits, i, head, ALIKE: tl.constexpr):
 
 @triton.jit
 def gradient_numbers(
-    u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options, logit_scale, softcap
+    u, col, mask, reference, factor, sum_factor, at_target, class_weight_ptr, logit_numbers, logit_scale, softcap
 ):
     """(factor 2^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row; factors times logit_scale."""
-    z, dz_du = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    z, dz_du = base2_logits(u.to(tl.float32), None, logit_numbers, logit_scale, softcap)
     g = tl.exp2(z - reference) * factor
     if sum_factor is not None:
         if class_weight_ptr is None:
@@ -38,7 +38,7 @@ def gradient_numbers(
             g += sum_factor * class_weights(class_weight_ptr, col, mask)
     if at_target is not None:
         g += at_target
-    if logit_options.softcap is not None:
+    if logit_numbers.softcap is not None:
         g *= dz_du
     return g
 
@@ -66,7 +66,7 @@ def store_gradient(
     factor,
     sum_factor,
     class_weight_ptr,
-    logit_options,
+    logit_numbers,
     logit_scale,
     softcap,
     BLOCK_G: tl.constexpr,
@@ -77,7 +77,7 @@ def store_gradient(
     mask = tl.broadcast_to(group < groups, (BLOCK_G, VEC))
     u = numbers_in(words, out_groups_ptr.dtype.element_ty)
     g = gradient_numbers(
-        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale,
+        u, head + number, mask, reference, factor, sum_factor, None, class_weight_ptr, logit_numbers, logit_scale,
         softcap,
     )  # fmt: skip
     store_block(out_groups_ptr, g, block, groups, BLOCK_G, VEC, MASKED)
@@ -97,17 +97,17 @@ def finish_gradient(
     sum_factor,
     at_target,
     class_weight_ptr,
-    logit_options,
+    logit_numbers,
     logit_scale,
     softcap,
 ):
     """The edges and the target's entry."""
     g = gradient_numbers(
-        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_options, logit_scale, softcap
+        u_edges, edge, there, reference, factor, sum_factor, None, class_weight_ptr, logit_numbers, logit_scale, softcap
     )
     tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
     g = gradient_numbers(
-        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_options,
+        u_target, column, column < V, reference, factor, sum_factor, at_target, class_weight_ptr, logit_numbers,
         logit_scale, softcap,
     )  # fmt: skip
     tl.debug_barrier()  # another thread wrote there with its block

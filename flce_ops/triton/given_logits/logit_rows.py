@@ -145,7 +145,7 @@ def add_block(
     groups,
     V,
     class_weight_ptr,
-    logit_options,
+    logit_numbers,
     logit_scale,
     softcap,
     LOGIT_SUM: tl.constexpr,
@@ -155,7 +155,7 @@ def add_block(
     MASKED: tl.constexpr,
 ):
     group, number = numbers_of(block, BLOCK_G, VEC)
-    z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    z, _ = base2_logits(u.to(tl.float32), None, logit_numbers, logit_scale, softcap)
     if LOGIT_SUM:
         weighted = z
         if class_weight_ptr is not None:
@@ -185,14 +185,14 @@ def whole_row(
     there,
     V,
     class_weight_ptr,
-    logit_options,
+    logit_numbers,
     logit_scale,
     softcap,
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
     """Of the row: m, s, the logit sum in base 2, the argmax (the first of equals; V - 1 where nan is the maximum)."""
-    z, _ = base2_logits(u.to(tl.float32), None, logit_options, logit_scale, softcap)
+    z, _ = base2_logits(u.to(tl.float32), None, logit_numbers, logit_scale, softcap)
     row_logit_sum = 0.0
     if LOGIT_SUM:
         weighted = tl.where(there, z, 0.0)

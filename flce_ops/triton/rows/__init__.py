@@ -3,6 +3,7 @@
 valid_tokens.py          the tokens that count, and how many, on the device; one chunk for them where they are few
 copy_rows.py             rows in their order and back; gradient rows back to where tokens are
 gather_tokens.py         their rows and target logits, K of a soft target
+logit_numbers.py         logit_scale and softcap of rows
 topk.py                  K classes of a token: equal ones; the largest entry
 finish_rows.py           after the logits GEMM: the functions of an objective
 row_statistics.py        by-products of rows

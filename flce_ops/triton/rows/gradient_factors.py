@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objectives.in_triton import number
+from ...math.options import LogitOptions
 from ..gemm.epilogues import Gradient
 from ..gemm.logits_gemm import LOG2E
 from ..launch.replay import Kernel
 from .gather_tokens import AtTarget
+from .logit_numbers import numbers_in_kernel, numbers_of
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
@@ -60,7 +61,7 @@ def gradient_factors_kernel(
     rows,  # Gradient, out, its class weights apart
     at_target_ptr,  # (n,) out, G at the target; None for a soft target
     residual_ptr,  # (n,) out, what rounding it takes
-    logit_scale_ptr,  # ()
+    logit_numbers,  # LogitNumbers
     valid_tokens,  # ValidTokens
     n,
     HALF: tl.constexpr,  # dtype of G
@@ -69,7 +70,7 @@ def gradient_factors_kernel(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    scale = number(logit_scale_ptr)
+    scale, _ = numbers_of(logit_numbers, token, mask)
 
     lse = of_tokens(tokens.lse, token, mask)
     lse64 = lse.to(tl.float64)
@@ -126,7 +127,7 @@ def topk_entries_kernel(
     entry_ptr,  # (n, K) out, float32
     residual_ptr,  # (n,) out, what rounding the largest of them takes
     largest_ptr,  # (n,) out, int64, its column
-    logit_scale_ptr,  # ()
+    logit_numbers,  # LogitNumbers
     valid_tokens,  # ValidTokens
     HALF: tl.constexpr,  # dtype of G
     TOPK: tl.constexpr,
@@ -136,7 +137,7 @@ def topk_entries_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         of_row = row.to(tl.int64) * TOPK
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
-        scale = number(logit_scale_ptr)
+        scale, _ = numbers_of(logit_numbers, tl.load(valid_tokens.order + row), row >= 0)
         size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
         column_of_largest = tl.full((), -1, tl.int64)
         for start in range(0, TOPK, BLOCK_TOPK):
@@ -173,7 +174,7 @@ def launch_gradient_factors(
     dtype: torch.dtype,  # of G
     valid_tokens: ValidTokens,
     *,
-    logit_scale: Tensor | None,  # ()
+    logit_options: LogitOptions,
 ) -> tuple[Gradient, Tensor, Tensor, Tensor]:
     """The epilogue's operands, G at the target in float32, what rounding takes of it, and the column of the latter.
 
@@ -198,7 +199,7 @@ def launch_gradient_factors(
         rows,
         None if topk else at_target_entry,
         residual,
-        logit_scale,
+        numbers_in_kernel(logit_options),
         valid_tokens,
         n,
         HALF=half,
@@ -214,7 +215,7 @@ def launch_gradient_factors(
             at_target_entry,
             residual,
             largest,
-            logit_scale,
+            numbers_in_kernel(logit_options),
             valid_tokens,
             HALF=half,
             TOPK=column.shape[1],

@@ -74,6 +74,7 @@ def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
 def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     input, linear_weight = call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
+    call.logits = call.logits.contiguous()
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
         call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
@@ -134,7 +135,7 @@ def run_backward(
             here, operands, logit_options, rows, ignore_index=call.ignore_index, vocab_start=call.vocab_start
         )
         factors, entry, residual, largest = launch_gradient_factors(
-            known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
+            known, at_target, class_weight, input.dtype, here, logit_options=logit_options
         )
         column, quantized, input_gradient = at_target.column, None, None
         if call.retained is not None:

@@ -112,6 +112,7 @@ def launch_forward(call: Forward) -> meta.Outputs:
         )
     outputs = meta.outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
+    call.logits = call.logits.contiguous()
     num_classes = linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):

@@ -203,9 +203,10 @@ class OnePassStep:
             if sums.argmax is not None:
                 numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.vocab_start
             gathered = gather(numbers)
-        scale, dtype = self.logit_options.logit_scale, self.operands.input.dtype
-        objective = self.per_token.objective
-        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_scale=scale, gathered=gathered)
+        objective, dtype = self.per_token.objective, self.operands.input.dtype
+        finished = launch_finish_rows(
+            tokens, sums, objective, dtype, logit_options=self.logit_options, gathered=gathered
+        )
         if gathered is not None and sums.argmax is not None:
             sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
         return finished, sums
