@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...math.options import LogitOptions
 from ...objectives.divergence import Divergence, Forward
 from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
 from ..launch.replay import Kernel
-from ..rows.logit_numbers import LogitNumbers, number_of, numbers_of
+from ..rows.logit_numbers import number_of
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
 from .softmax_rows import Softmax, store_shift
@@ -46,12 +47,12 @@ class RowScale(NamedTuple):
     """What G is multiplied by."""
 
     row_scale: Tensor  # (N,)
-    logit_numbers: LogitNumbers
+    logit_scale: Tensor | None  # () or (N,)
     of_sums: Tensor | None = None  # (n,)
 
 
 @triton.jit
-def log_probabilities(softmax, rows, token, cols, row_mask, vocab_block, n, V, stride):
+def log_probabilities(softmax, rows, token, cols, row_mask, vocab_block, n, V, stride, BY_TOKEN: tl.constexpr):
     """(log2 of probabilities, dz/du / logit_scale); -inf behind V. The second is meaningful only with a softcap.
 
     What stands there up to the end of the row is read all the same: the rows' distance is a multiple of 16, so 16 bytes
@@ -66,7 +67,7 @@ def log_probabilities(softmax, rows, token, cols, row_mask, vocab_block, n, V, s
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        softcap = number_of(softmax.softcap, token[:, None], row_mask[:, None], softmax.by_token)
+        softcap = number_of(softmax.softcap, token[:, None], row_mask[:, None], BY_TOKEN)
         logits, dz_du = base2_logits(logits, None, softmax, 1.0, softcap)
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
@@ -89,6 +90,7 @@ def divergence_kernel(
     stride_teacher,
     stride_probs_n,
     stride_probs_v,
+    BY_TOKEN: tl.constexpr,  # scale and softcap of the student's logits
     OF_GIVEN_P: tl.constexpr,  # p in place of log p
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -105,10 +107,14 @@ def divergence_kernel(
         row_mask = rows < count
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
-        log2_q, dz_du = log_probabilities(student, rows, token, cols, row_mask, vocab_block, n, V, stride_student)
+        log2_q, dz_du = log_probabilities(
+            student, rows, token, cols, row_mask, vocab_block, n, V, stride_student, BY_TOKEN
+        )
         if distributions.teacher_probs is None:
             teacher = distributions.teacher
-            log2_p, _ = log_probabilities(teacher, rows, token, cols, row_mask, vocab_block, n, V, stride_teacher)
+            log2_p, _ = log_probabilities(
+                teacher, rows, token, cols, row_mask, vocab_block, n, V, stride_teacher, False
+            )
         else:
             places = token.to(tl.int64)[:, None] * stride_probs_n + cols.to(tl.int64)[None, :] * stride_probs_v
             mask = row_mask[:, None] & (cols < V)[None, :]
@@ -126,7 +132,7 @@ def divergence_kernel(
             row_number = 1.0
             if row_number_ptr is not None:
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            logit_scale, _ = numbers_of(scale.logit_numbers, token, row_mask)
+            logit_scale = number_of(scale.logit_scale, token, row_mask, BY_TOKEN)
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
             if scale.of_sums is not None:
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
@@ -293,6 +299,7 @@ class Rows:
             logits.stride(0),
             0 if teacher is None else teacher.logits.stride(0),
             *((0, 0) if probs is None else probs.stride()),
+            BY_TOKEN=LogitOptions(student.softcap, None if scale is None else scale.logit_scale).by_token,
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,

@@ -17,7 +17,6 @@ from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ..gemm.padded_features import with_padded_features
 from ..launch.replay import repeated
-from ..rows.logit_numbers import numbers_in_kernel
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..steps.chunks import contiguous, record_chunks
@@ -56,7 +55,7 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
     loss, divergence, *grads = outputs
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(grads, call.output_mask)
-    scale = RowScale(call.row_scale, numbers_in_kernel(call.options.student))
+    scale = RowScale(call.row_scale, call.options.logit_scale)
     chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale)
     finish_gradients(grads, gradients, valid_tokens, place)
     launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
@@ -78,7 +77,7 @@ def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(outputs, call.output_mask)
     known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
-    scale = RowScale(call.grad, numbers_in_kernel(call.options.student))
+    scale = RowScale(call.grad, call.options.logit_scale)
     chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(None), scale, known)
     finish_gradients(outputs, gradients, valid_tokens, place)
     return chunks

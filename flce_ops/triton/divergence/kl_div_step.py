@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
@@ -163,7 +162,7 @@ class KlDivStep:
         tiles = triton.cdiv(self.classes, self.tile)
         per_tile = tokens.new_empty(matrices_of_tiles, tiles, room_for_rows(n), dtype=torch.float32)
         softmaxes = [
-            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap, tl.constexpr(options.student.by_token))
+            Softmax(stored, tile_max, per_tile.new_empty(2, n), softcap)
             for stored, tile_max, softcap in zip(matrices, per_tile, (options.softcap, None))
         ]
         sums = per_tile[len(models) :]

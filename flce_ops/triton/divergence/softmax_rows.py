@@ -41,7 +41,6 @@ class Softmax(NamedTuple):
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
     softcap: Tensor | None = None  # () or (N,), of logits that are stored before it
-    by_token: tl.constexpr = tl.constexpr(False)  # whether that is (N,)
 
 
 class Linear(NamedTuple):

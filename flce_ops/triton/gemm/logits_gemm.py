@@ -120,7 +120,7 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # of the pair, contiguous
 ):
-    if not logit_numbers.by_token:
+    if logit_numbers.by_token is None:
         logit_scale = number(logit_numbers.logit_scale)
         softcap = number(logit_numbers.softcap)
     count = valid_rows(valid_tokens, n)
@@ -162,7 +162,7 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        if logit_numbers.by_token:
+        if logit_numbers.by_token is not None:
             token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
             scale_of_rows, softcap_of_rows = numbers_of(logit_numbers, token[:, None], row_mask[:, None])
         else:

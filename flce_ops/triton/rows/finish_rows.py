@@ -26,7 +26,7 @@ from ...objectives.in_triton import LN2
 from ...objectives.row import RowNumbers, RowObjective
 from ..launch.replay import Kernel
 from ..steps.exponentials import RowSums
-from .logit_numbers import numbers_in_kernel, numbers_of
+from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .two_sum import surprisal_in_nats
@@ -207,7 +207,7 @@ def finish_rows_kernel(
         scaled = tl.where(scaled == scaled, row_scale * divisor, scaled)
         if BOUNDED:
             scaled = tl.where(divisor == 0.0, 0.0, scaled)
-    logit_scale, _ = numbers_of(logit_numbers, token, mask)
+    logit_scale = scale_of(logit_numbers, token, mask)
     row_factor = scaled * logit_scale / row_sum
     divisor = tl.where((divisor == 0.0) & (size == 0.0), 1.0, divisor)
 

@@ -26,7 +26,7 @@ from ..gemm.epilogues import Gradient
 from ..gemm.logits_gemm import LOG2E
 from ..launch.replay import Kernel
 from .gather_tokens import AtTarget
-from .logit_numbers import numbers_in_kernel, numbers_of
+from .logit_numbers import numbers_in_kernel, scale_of
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
@@ -70,7 +70,7 @@ def gradient_factors_kernel(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    scale, _ = numbers_of(logit_numbers, token, mask)
+    scale = scale_of(logit_numbers, token, mask)
 
     lse = of_tokens(tokens.lse, token, mask)
     lse64 = lse.to(tl.float64)
@@ -137,7 +137,7 @@ def topk_entries_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         of_row = row.to(tl.int64) * TOPK
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
-        scale, _ = numbers_of(logit_numbers, tl.load(valid_tokens.order + row), row >= 0)
+        scale = scale_of(logit_numbers, tl.load(valid_tokens.order + row), row >= 0)
         size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
         column_of_largest = tl.full((), -1, tl.int64)
         for start in range(0, TOPK, BLOCK_TOPK):

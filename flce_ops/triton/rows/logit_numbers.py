@@ -21,25 +21,33 @@ class LogitNumbers(NamedTuple):
 
     softcap: Tensor | None  # () or (N,)
     logit_scale: Tensor | None  # () or (N,)
-    by_token: tl.constexpr
+    by_token: Tensor | None  # one of the two where they are of tokens: that it is None is known to a kernel
 
 
 def numbers_in_kernel(options: LogitOptions) -> LogitNumbers:
-    return LogitNumbers(options.softcap, options.logit_scale, tl.constexpr(options.by_token))
+    one = options.softcap if options.logit_scale is None else options.logit_scale
+    return LogitNumbers(*options, one if options.by_token else None)
 
 
 @triton.jit
 def number_of(pointer, token, mask, BY_TOKEN: tl.constexpr):
     """In the shape of `token`, or a scalar; 1 where there is None."""
-    if BY_TOKEN and pointer is not None:
+    if pointer is None:
+        return 1.0
+    elif BY_TOKEN:
         return tl.load(pointer + token, mask=mask, other=1.0).to(tl.float32)
     else:
         return number(pointer)
 
 
 @triton.jit
+def scale_of(logit_numbers, token, mask):
+    """logit_scale of rows."""
+    return number_of(logit_numbers.logit_scale, token, mask, logit_numbers.by_token is not None)
+
+
+@triton.jit
 def numbers_of(logit_numbers, token, mask):
     """(logit_scale, softcap) of rows."""
-    logit_scale = number_of(logit_numbers.logit_scale, token, mask, logit_numbers.by_token)
-    softcap = number_of(logit_numbers.softcap, token, mask, logit_numbers.by_token)
-    return logit_scale, softcap
+    softcap = number_of(logit_numbers.softcap, token, mask, logit_numbers.by_token is not None)
+    return scale_of(logit_numbers, token, mask), softcap

@@ -25,7 +25,7 @@ from ...math.options import LogitOptions, Operands
 from ...math.reduction import Reduction
 from ..launch.replay import Kernel
 from .column_sums import weighted_column_sum
-from .logit_numbers import numbers_in_kernel, numbers_of
+from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .valid_tokens import ValidTokens
 
@@ -52,7 +52,7 @@ def logit_sum_slopes_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(valid_tokens.total)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    logit_scale, _ = numbers_of(logit_numbers, token, mask)
+    logit_scale = scale_of(logit_numbers, token, mask)
     slopes = scale_of_rows(reduction, valid_tokens, token, mask) * (d_sum * logit_scale)
     tl.store(out_ptr + i, tl.where(mask, slopes, 0.0), mask=i < N)
 
