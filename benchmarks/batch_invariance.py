@@ -159,6 +159,27 @@ def divergences(pool: Pool) -> Results:
     return {f"divergence, {kind}": flce_ops.linear_kl_div(*pairs, kind=kind, **options) for kind in KINDS}
 
 
+def input_gradients(pool: Pool) -> Results:
+    """On request: what the other tokens of a call leave as they are with batch_invariant=True alone."""
+    found = {}
+
+    def rows(name: str, function: Callable[..., Tensor]) -> None:
+        input = pool.input.detach().requires_grad_()
+        with torch.enable_grad():
+            (found[f"grad_input of {name}"],) = torch.autograd.grad(function(input).sum(), input)
+
+    y, w = pool.target, pool.linear_weight.detach().requires_grad_()
+    option = {"batch_invariant": True}
+    rows("a sum", lambda x: flce_ops.linear_cross_entropy(x, w, y, reduction="sum", **option))
+    rows("losses", lambda x: flce_ops.linear_cross_entropy(x, w, y, reduction="none", **option))
+    rows("log_probs", lambda x: flce_ops.linear_log_probs(x, w, y, **option).log_probs)
+    policy = (y, pool.advantages, pool.old_log_probs)
+    rows("a policy", lambda x: flce_ops.linear_policy_loss(x, w, *policy, reduction="sum", **option).loss)
+    teacher = (pool.teacher_input, pool.teacher_weight)
+    rows("a divergence", lambda x: flce_ops.linear_kl_div(x, w, *teacher, target=y, reduction="sum", **option))
+    return found
+
+
 ASKED = (
     log_probs,
     log_probs_at_temperatures,
@@ -249,7 +270,7 @@ class Found(NamedTuple):
 
 
 def bits(values: Tensor) -> Tensor:
-    kinds = {4: torch.int32, 8: torch.int64}
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.detach().view(kinds[values.element_size()]) if values.is_floating_point() else values
 
 

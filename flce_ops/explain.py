@@ -222,7 +222,7 @@ def learnt(call: dict) -> bool:
 def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
     """How a step takes them, where it runs on the operands as they are: no copies in another dtype or with zeros."""
     from .triton.rows.row_statistics import sum_pairs
-    from .triton.steps.chunking import CHUNKINGS, problem_of
+    from .triton.steps.chunking import CHUNKINGS, invariant, problem_of
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
@@ -237,6 +237,8 @@ def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
         smoothed=facts.label_smoothing,
         sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
     )
+    if call.get("batch_invariant"):
+        problem = invariant(problem)
     return [line for title, paths in CHUNKINGS.items() for line in verdicts(title, paths, problem)]
 
 

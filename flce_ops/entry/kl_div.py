@@ -64,6 +64,7 @@ def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> 
         **student._asdict(),
         teacher_logit_scale=teacher.logit_scale,
         teacher_softcap=teacher.softcap,
+        batch_invariant=call.batch_invariant,
     )
 
 

@@ -31,7 +31,8 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     temperature = temperature_of_tokens(OP, call, layout, operands.target)
     logits = logit_options(call.numbers, operands.input, temperature)
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked, sparse=call.sparse)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked)
+    problem.sparse, problem.batch_invariant = call.sparse, call.batch_invariant
     rows = rows_of(layout, problem)
     numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
     of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)

@@ -106,6 +106,8 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         options |= asked_of_forward(problem.statistics)
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
+    if problem.batch_invariant:
+        options["batch_invariant"] = True
     found = torch.ops.flce.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)

@@ -2,7 +2,7 @@
 
     source        a low-rank pair, positions (a head for each)
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
-    sink          main_grad, sparse gradient, tiles, gradient_class_order
+    sink          main_grad, sparse gradient, tiles, gradient_class_order, batch_invariant
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
 All other combinations are implemented. What is new and does not go with everything adds its feature and its rows.
@@ -28,7 +28,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order") 
 # the last three are of objectives that backward makes the gradients of, and what a layout and a path tell
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards",)
+FEATURES += ("recomputing shards", "batch_invariant")
 
 
 def features_of(call: Any) -> set[str]:
@@ -56,6 +56,8 @@ def features_of(call: Any) -> set[str]:
             found.add("tiles")
         if call.target.dim() == call.input.dim():
             found.add("topk")
+    if values.get("batch_invariant"):
+        found.add("batch_invariant")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
     return found
@@ -84,6 +86,13 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ("recomputing shards",): NO_SPARSE.format(
             "over a sharded vocabulary, but for a scalar loss of one class a token with classes on every rank,"
         ),
+    },
+    "batch_invariant": {
+        (
+            "sharded vocabulary",
+        ): "batch_invariant over a sharded vocabulary is not implemented, as ranks add up parts of "
+        "grad_input; leave batch_invariant out",
+        ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
     },
     "positions": {
         ("DTensors",): "a K-dimensional loss (linear_weight of shape {linear_weight}) with DTensors is not "

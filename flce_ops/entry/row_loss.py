@@ -43,7 +43,8 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(input.dtype)
     objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
     logits = logit_options(call.numbers, input, temperature_of_tokens(op, call, layout, operands.target))
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits)
+    problem.sparse, problem.batch_invariant = call.sparse, call.batch_invariant
     with_grad = None
     if call.reduction != "none" and not layout.splits_vocabulary:
         known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
@@ -70,6 +71,7 @@ def losses_with_grad(
         **objective.options._asdict(),
         **problem.logits._asdict(),
         output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
+        batch_invariant=problem.batch_invariant,
     )
     return loss, losses, (log_probs,)
 

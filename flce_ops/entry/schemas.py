@@ -29,6 +29,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     sparse: SparseGradient
     gradient_class_order: Tensor | None = None  # (V,)
     token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
@@ -85,6 +86,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     tail: bool = False
     sparse: SparseGradient
     token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False
 
 
 class RowLoss(Arguments, keyword_from="own"):
@@ -103,6 +105,7 @@ class RowLoss(Arguments, keyword_from="own"):
     normalizer: Tensor | None = None  # ()
     sparse: SparseGradient
     token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False
 
 
 def schema_of(objective: type[RowObjective]) -> type[RowLoss]:
@@ -132,3 +135,4 @@ class KlDiv(Arguments, keyword_from="teacher_probs"):
     teacher_logit_scale: OptionalScalar = None
     teacher_softcap: OptionalScalar = None
     token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False

@@ -50,6 +50,7 @@ def linear_kl_div(
     teacher_softcap: float | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""Divergence between a student's and a teacher's distributions, without the logits of either.
 
@@ -104,6 +105,7 @@ def linear_kl_div(
             Only the gradient of a longer linear_weight is copied. Not with DTensors.
         shift: as in ``linear_cross_entropy``: position t is left out if label t + 1 is ``ignore_index``, and so is the
             last position of each sequence.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
 
     Returns:
         The divergence in nats per token, float32 (float64 for float64 input), of shape () or, for "none", (...). The

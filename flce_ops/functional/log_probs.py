@@ -86,6 +86,7 @@ def linear_log_probs(
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
     gradient_sparse: Operand = "both",
+    batch_invariant: bool = False,
     return_metrics: Sequence[str] | None = None,
 ) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
@@ -118,6 +119,7 @@ def linear_log_probs(
             gradient there.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
         return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
             ``"mean_logit"``, mean_j z_j. The result is a pair then.
 

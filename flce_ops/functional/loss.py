@@ -110,6 +110,7 @@ def linear_cross_entropy(
     gradient_seed: Tensor | None = None,  # ()
     gradient_sparse: Operand = "both",
     gradient_class_order: Tensor | None = None,  # (V,)
+    batch_invariant: bool = False,
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
@@ -189,6 +190,9 @@ def linear_cross_entropy(
         gradient_class_order: (V,) int64, a permutation of the classes, in whose order blocks and tiles are formed.
             Frequent classes first is a good order, and tokenizers that merge number them so already. Costs a copy of
             linear_weight and of its gradient.
+        batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other
+            tokens are, and how many, as those of losses and log-probabilities always are. For "sum", "none", and "mean"
+            with a normalizer. Half dtypes on NVIDIA GPUs; see docs/agreement.md. Not over a sharded vocabulary.
         return_metrics: also return by-products of the same pass, without a host synchronisation: True for the accuracy
             and the argmax, or names. With ``p = softmax(z)``, in nats::
 

@@ -46,6 +46,7 @@ def linear_policy_loss(
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
     gradient_sparse: Operand = "both",
+    batch_invariant: bool = False,
 ) -> LinearPolicyResult:
     r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
 
@@ -92,6 +93,7 @@ def linear_policy_loss(
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``;
             backward makes the gradients then.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the

@@ -182,6 +182,7 @@ class TokenLosses:
     main_grad: Tensor | None = None  # (V, D), that grad_linear_weight is added to
     target_weight: Tensor | None = None  # (N, K), of a target (N, K)
     sparse: SparseGradient = SparseGradient()
+    batch_invariant: bool = False  # rows of grad_input
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)

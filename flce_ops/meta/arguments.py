@@ -71,6 +71,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     retain: SymInt = 0  # rows whose logits the backward operator will be given, the first of the valid tokens
     main_grad: Tensor | None = None  # (V, D), that backward adds grad_linear_weight to; nothing is written here
     sparse: SparseGradient  # of backward
+    batch_invariant: bool = False  # of backward
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -89,6 +90,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), what forward saved of these operands
     sparse: SparseGradient
+    batch_invariant: bool = False  # rows of grad_input by themselves: the same bits whatever the other tokens are
 
 
 class BackwardInPlace(Backward, keyword_from="ignore_index"):
@@ -116,6 +118,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     statistics: Statistics
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
+    batch_invariant: bool = False  # as of backward
 
 
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
@@ -296,6 +299,7 @@ class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
+    batch_invariant: bool = False  # as of backward
 
 
 def with_grad_of(objective: type[RowObjective]) -> type[RowLossWithGrad]:

@@ -102,10 +102,11 @@ BESIDE = {
 }
 # No term of the formula: what is returned, and where gradients go.
 NO_TERM = {"return_metrics", "entropy", "argmax", "tail", "main_grad", "inplace_backward", "options"}
-NO_TERM |= {"gradient_class_order", *SparseGradient._fields}
+NO_TERM |= {"batch_invariant", "gradient_class_order", *SparseGradient._fields}
 # What does nothing, as its documentation says: (option, a word of the cell or of the sink).
 INERT = {
     ("options", ""),  # torch's chunk sizes
+    ("batch_invariant", ""),  # of the kernels on a GPU
     ("inplace_backward", "made in backward"),
     ("inplace_backward", "sharded"),
     ("beta", "forward divergence"),  # the mixture of "jsd"

@@ -25,11 +25,12 @@ from ...support.exchange import all_reduce
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.input_gradient import Finish
-from ..gemm.split_k import float32_memory
+from ..gemm.split_k import RANGE_BYTES, float32_memory, products_of_ranges, room_for_products
 from ..gemm.tile_sums import launch_max_and_sum
 from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.valid_tokens import ValidTokens, room_for_rows
+from ..steps.chunks import MULTIPLE, slices
 from ..steps.gradients import Gradients
 from .divergence_rows import Distributions, RowResults, Rows, RowScale
 from .kl_div_chunking import (
@@ -202,9 +203,16 @@ class KlDivStep:
         columns = slice(0, self.classes)
         memory = self.product_memory(chunk)
         out, linear_weight = self.grad_input[chunk], self.operands.linear_weight
-        product = self.backend.input_gradient(out, linear_weight, Finish(), valid_tokens, [columns], memory)
-        product.add(columns, gradient)
-        product.close()
+        by_ranges, products = self.options.batch_invariant, 0
+        if by_ranges:
+            products = products_of_ranges(self.classes)
+            memory = memory if memory.shape[0] >= RANGE_BYTES // 8 else memory.new_empty(RANGE_BYTES // 4)
+        at_once, memory = room_for_products(memory, out, products, MULTIPLE)
+        for rows in slices(out.shape[0], at_once):
+            of_gemm = out[rows], linear_weight, Finish(), valid_tokens.of(rows), [columns], memory
+            product = self.backend.input_gradient(*of_gemm, by_ranges=by_ranges)
+            product.add(columns, gradient[rows])
+            product.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32: where the teacher's logits were, later rows of grad_input, or what the workspace has left."""

@@ -21,7 +21,7 @@ from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 from .device import input_tiles_for, multiprocessors
-from .split_k import splits_of
+from .split_k import splits_of, steps_of_range
 from .tma import descriptors, fits_tma, load_tile, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
@@ -95,12 +95,16 @@ def input_gradient_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
+    STEPS: tl.constexpr,  # of a range, where V is split in these; else 0
 ):
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     tiles = row_blocks * tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(v, BLOCK_K)
-    splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    if STEPS > 0:
+        splits = tl.cdiv(depth_of_splits, STEPS)
+    else:
+        splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
     for item in tl.range(tl.program_id(0), tiles * splits, PROGRAMS):
         split = item // tiles
         tile = item % tiles
@@ -112,7 +116,10 @@ def input_gradient_kernel(
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         total = number_of_steps(live, row_start, depth, BLOCK_K)
-        steps = tl.cdiv(total, splits)
+        if STEPS > 0:
+            steps = STEPS
+        else:
+            steps = tl.cdiv(total, splits)
         step = step_at(live, row_start, min(split * steps, total), BLOCK_K)
         for k in range(split * steps, min(split * steps + steps, total)):
             if live.number is None:
@@ -158,12 +165,16 @@ def finish_product_kernel(
     BLOCK_M: tl.constexpr,  # of the GEMM's tiles, as the next two
     BLOCK_N: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """The sum of the splits, finished."""
     count = valid_rows(valid_tokens, n)
-    splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    if STEPS > 0:
+        splits = tl.cdiv(depth_of_splits, STEPS)
+    else:
+        splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     col_mask = cols < D
     end = count
@@ -193,6 +204,8 @@ class InputGradient:
         columns: list[slice],  # of the slices
         product: Tensor,  # flat float32 memory; of several slices it has to hold (n, D) numbers
         live: Steps = EVERY_STEP,  # of one slice
+        *,
+        by_ranges: bool = False,  # of V, whose products are added in their order: one slice, or each range is one
     ) -> None:
         assert out.stride(1) == 1 and (len(columns) == 1 or product.shape[0] >= out.numel())
         self.out, self.linear_weight, self.finish, self.valid_tokens, self.product = (
@@ -207,6 +220,9 @@ class InputGradient:
         self.whole = len(columns) == 1
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in columns)
         self.numbers = min(product.shape[0], 2**31 - 1)
+        self.steps = steps_of_range(self.tiles) if by_ranges else 0
+        if by_ranges and self.whole and self.depth > self.steps:
+            assert product.shape[0] >= triton.cdiv(self.depth, self.steps) * out.numel()
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
         assert exponentials.stride(1) == 1
@@ -234,12 +250,13 @@ class InputGradient:
             FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
             PROGRAMS=self.programs,
+            STEPS=self.steps,
             **tiles.options,
         )
 
     def close(self) -> None:
         n, hidden = self.out.shape
-        if self.whole and self.numbers < 2 * hidden:
+        if self.whole and (0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden)):
             return  # there is one split, whatever the count is
         rows, columns = 8, 256
         # some 16 programs a multiprocessor: one for each block of 4096x4096 took 9 us to leave where no token is valid
@@ -260,6 +277,7 @@ class InputGradient:
             BLOCK_M=self.tiles.block_m,
             BLOCK_N=self.tiles.block_n,
             PROGRAMS=self.programs,
+            STEPS=self.steps,
             ROWS=rows,
             COLUMNS=columns,
             num_warps=4,

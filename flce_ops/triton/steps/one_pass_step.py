@@ -23,7 +23,7 @@ from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
 from ..gemm.backends import backend_for
 from ..gemm.input_gradient import ClassSlices, Finish
-from ..gemm.split_k import float32_memory
+from ..gemm.split_k import float32_memory, products_of_ranges, room_for_products
 from ..gemm.tma import NO_OUTER
 from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
@@ -78,6 +78,7 @@ class OnePassStep:
         ignore_index: int = -100,
         vocab_start: int = 0,
         vocab_size: int | None = None,
+        by_ranges: bool = False,  # of V, grad_input: batch_invariant
     ) -> None:
         self.operands, self.ignore_index, self.vocab_start = operands, ignore_index, vocab_start
         self.vocab_size = operands.linear_weight.shape[0] if vocab_size is None else vocab_size
@@ -85,7 +86,7 @@ class OnePassStep:
         self.tokens = operands.input.shape[0]  # that the chunks are cut of
         self.gradients = gradients
         self.grad_input, grad_weight, self.bias_sum = gradients
-        self.chunking, self.smoothing = chunking, smoothing
+        self.chunking, self.smoothing, self.by_ranges = chunking, smoothing, by_ranges
         self.input_steps = self.weight_steps = EVERY_STEP
         self.backend, self.weight_gradient = backend_for(operands.input), None
         if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's own
@@ -240,11 +241,11 @@ class OnePassStep:
         outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
         out, columns = self.grad_input[chunk], [cols for cols, _ in class_slices]
-        at_once, hidden = out.shape
-        if len(class_slices) > 1:  # the product waits in float32; where its memory is short, rows take turns
-            if product.shape[0] < MULTIPLE * hidden:
-                product = torch.empty(MULTIPLE * hidden, dtype=torch.float32, device=out.device)
-            at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
+        products = int(len(class_slices) > 1)
+        if self.by_ranges:
+            products = products_of_ranges(self.operands.linear_weight.shape[0])
+        # a product of several slices or ranges waits in float32; where its memory is short, rows take turns
+        at_once, product = room_for_products(product, out, products, MULTIPLE)
         for rows in slices(out.shape[0], at_once):
             valid_tokens = tokens.valid_tokens.of(rows)
             gradient = self.backend.input_gradient(
@@ -255,6 +256,7 @@ class OnePassStep:
                 columns,
                 product,
                 self.input_steps,
+                by_ranges=self.by_ranges,
             )
             for cols, exponentials in class_slices:
                 gradient.add(cols, exponentials[rows])

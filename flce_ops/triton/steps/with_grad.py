@@ -60,7 +60,7 @@ def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     (row_scale,) = contiguous(call.reduction.row_scale)
     reduction = Reduction(row_scale, call.reduction.denominator)
     options = {"ignore_index": call.ignore_index, **call.logits.contiguous()._asdict()}
-    options["output_mask"] = call.output_mask
+    options |= {"output_mask": call.output_mask, "batch_invariant": call.batch_invariant}
     of_tokens = WithGrad.bind(*operands, *reduction, **options)
     objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
     with torch.cuda.device_of(outputs[0]):
@@ -111,6 +111,7 @@ def one_pass_step(
         call.output_mask,
         smoothed=objective.d_sum is not None,
         sum_pairs=sum_pairs(call.statistics),
+        batch_invariant=call.batch_invariant,
     )
     valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
@@ -151,6 +152,7 @@ def step_over_tokens(
             call.ignore_index,
             first,
             size,
+            by_ranges=shard is None and call.batch_invariant,
         )
         chunks = step.run(partial(recompute_step, call, place, per_token))
     if smoothing is not None and gradients.bias_sum is not None:
