@@ -19,7 +19,7 @@ second pass over the blocks.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -46,7 +46,16 @@ from .math.options import TokenStatistics
 from .math.precision import accumulation_dtype
 from .math.shards import target_columns
 from .math.topk import tokens_that_count
-from .meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
+from .meta.arguments import (
+    ROW_LOSSES,
+    Backward,
+    Forward,
+    LowRankWithGrad,
+    RowLossWithGrad,
+    SupportBackward,
+    SupportForward,
+    WithGrad,
+)
 from .meta.call import takes
 from .meta.outputs import Gradients, Outputs
 from .ops.grad_output import multiply
@@ -74,7 +83,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
 
     Returns:
         A dict of operator and function, for the operators that inference and training programs hold. Not in the dict:
-        second derivatives, ``main_grad``, ``linear_kl_div``, a support, and a vocabulary sharded over several devices.
+        second derivatives, ``main_grad``, ``linear_kl_div``, and a vocabulary sharded over several devices. A support
+        is refused.
 
     Memory and time:
         N x 8192 logits are held at a time, in float32 (float64 for float64), and N may stay dynamic. V must be static.
@@ -92,7 +102,8 @@ def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
         ops.linear_cross_entropy_with_grad.default: with_grad,
         ops.linear_cross_entropy_low_rank_with_grad.default: low_rank_with_grad,
         ops.linear_cross_entropy_upstream.default: multiply,
-        ops.linear_support_forward.default: refuse_support,
+        ops.linear_support_forward.default: takes(SupportForward)(refuse_support),
+        ops.linear_support_backward.default: takes(SupportBackward)(refuse_support),
         **{getattr(ops, row_loss.op).default: takes(row_loss)(losses_with_grad) for row_loss in ROW_LOSSES.values()},
     }
 
@@ -206,7 +217,7 @@ def add_at_target(grad_logits: Tensor, column: Tensor, classes: slice, values: T
     return grad_logits.scatter_add(1, torch.where(here, column - classes.start, 0), torch.where(here, values, 0.0))
 
 
-def refuse_support(*args: Any, **kwargs: Any) -> NoReturn:
+def refuse_support(call: SupportForward | SupportBackward) -> NoReturn:
     refuse_hole("export_decompositions", "exported support")
 
 

@@ -38,7 +38,8 @@ def time_and_memory(row: dict[str, str], part: str) -> tuple[str, str]:
 
 def where(rows: Rows) -> str:
     versions = {row["client"]: row["version"] for row in rows}
-    return f"Commit {rows[0]['commit']}, TRL {versions['trl']}, Transformers {versions['transformers']}."
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    return f"Measured at {commits}, TRL {versions['trl']}, Transformers {versions['transformers']}."
 
 
 TABLES = {"clients.csv": lambda: table(rows_of("clients"))}

@@ -104,7 +104,7 @@ def kernel_of(
     arguments: type[Arguments],
     *,
     checks_target: bool = False,  # an operator that a user's target comes to first
-    besides: Callable[[Any], tuple[Any, ...]] = lambda call: (),  # what the body is given behind the results
+    besides: Callable[[Any], tuple[Any, ...]] | None = None,  # what the body is given behind the results
 ) -> Callable[[Body], Callable]:
     """Makes a kernel of its body: checks, results, and the rows that count."""
 
@@ -116,7 +116,8 @@ def kernel_of(
             if checks_target:
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
             results = (outputs,) if isinstance(outputs, Tensor) else outputs
-            on_valid_tokens(body, call, results, call.fills, *besides(call))
+            direction = besides(call) if besides else ()
+            on_valid_tokens(body, call, results, call.fills, *direction)
             return outputs
 
         return kernel

@@ -56,7 +56,7 @@ def typed(function: Function) -> Function:
         fitting |= {name: (*fitting[name], Tensor) for name in numbers}
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Also converts numbers that the dispatcher does not take, in `kwargs`."""
+        """Checks the arguments, and converts numbers in `kwargs` that the dispatcher does not take."""
         for name, value in itertools.chain(zip(names, args), kwargs.items()):
             kinds = fitting.get(name)
             if kinds is None:

@@ -17,11 +17,11 @@ serves a row's tile of TILE classes (systematic sampling). With u uniform in [0,
     C_ij = u + sum_k q_ik                  over the classes k <= j of the tile
     kept if floor(C_ij) > floor(C_ij - q_ij)
 
-So a tile keeps as many entries as the sum of its q, rounded up or down. The error of grad_input then lacks what rows of
-linear_weight have in common (docs/numerics.md says what other draws would gain). Different tokens and tiles are
-independent. q is counted in units of 2^-26: sums of integers do not depend on their order, and so neither do the
-entries that are kept. Before a q is rounded down to an integer, a second random number of the tile is added, so that a
-q far below one unit is kept as often as it should be.
+So a tile keeps as many entries as the sum of its q, rounded up or down. If the rows of linear_weight share a direction,
+the error of grad_input along this direction is then small (docs/numerics.md compares other ways to draw). Different
+tokens and tiles are independent. q is counted in units of 2^-26: sums of integers do not depend on their order, and so
+neither do the entries that are kept. Before a q is rounded down to an integer, a second random number of the tile is
+added, so that a q far below one unit is kept as often as it should be.
 
 u is a function of the seed, the token's place in the call and the tile. It does not depend on chunks, on the order of
 execution, or on other tokens. Ranks that share the vocabulary exchange the sums of q of a tile that they share, so they

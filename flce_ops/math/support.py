@@ -50,10 +50,11 @@ class SortedIds:
         distinct = (self.pairs != pad(self.pairs, (1, 0), value=-1)[:-1]) & (self.pairs < self.none)
         column = self.pairs % self.num_classes - classes.start
         here = distinct & (column >= 0) & (column < classes.stop - classes.start)
-        behind = pad(here.cumsum(0), (1, 0))  # 1 + the place of each that is here
-        found = pad(torch.full_like(column, -1), (1, 0)).scatter(0, torch.where(here, behind[1:], 0), column)
+        behind = pad(here.cumsum(0), (1, 0))
+        last = torch.arange(behind.shape[0], device=column.device)[-1:]  # the place of all that are not here
+        found = torch.full_like(behind, -1).scatter(0, torch.where(here, behind[:-1], last), column)
         begins = torch.searchsorted(self.pairs, self.of_token)
-        return Support(found[1:], behind[begins], pad(distinct.cumsum(0), (1, 0))[begins].diff())
+        return Support(found[:-1], behind[begins], pad(distinct.cumsum(0), (1, 0))[begins].diff())
 
     def holds(self, target: Tensor) -> Tensor:  # (N,) -> (N,) bool
         """Whether the target is among its token's ids, or the token has none."""

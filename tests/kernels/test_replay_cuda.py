@@ -1,4 +1,4 @@
-"""Repeated steps on a GPU give the bits of the step when it runs normally."""
+"""On a GPU, repeated steps have the same bits as steps that Python runs."""
 
 import ctypes
 

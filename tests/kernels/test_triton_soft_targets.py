@@ -56,7 +56,7 @@ def test_one_pass(topk, options, poisoned_memory):
 
 
 def test_equal_classes_are_one_class_to_the_bit():
-    """The weight of the class is the sum of theirs. The weights are halves and quarters, so that the sums are exact."""
+    """Several equal classes act as one class with the sum of their weights: sums of halves and quarters are exact."""
     call = make_call(dtype=torch.float32, shape=RAGGED, topk=8)
     call["target_weight"] = torch.full_like(call["target_weight"], 0.25)
     target = call["target"].clone()

@@ -19,8 +19,13 @@ are run, quickest first, until one fails.
     equivalent   written by hand with its reason: no result, error or promise differs from the right program's
 
 Tests run on the CPU, kernels in Triton's interpreter. `--again CSV` takes what was not killed once more, with
-`--tests FILE` against other tests than the map's: so a new test is shown to kill. mutants.csv has every mutant that was
-drawn, what killed it, and of each survivor the reason.
+`--tests FILE` against other tests than the map's: so a new test is shown to kill.
+
+mutants.csv has 106 mutants drawn over aten, distributed, entry, functional, math, meta, objectives, ops and triton (no
+launch, no sparse) with seeds 1 and 2: 90 killed, 9 of these by tests that were written for them, 6 equivalent, 8
+survive, 2 wait for tests of several ranks. So 90 of the 98 that are judged and not equivalent are killed, 92 %. Of the
+eight, three show on a GPU alone, three change time alone and two memory alone; the column `reason` says which. map.json
+is of 60 test files: integrations, compile and most of layouts are added by `--map` on a machine with more cores.
 
 Why not mutmut or cosmic-ray, not even for plain Python. mutmut 3.8 leaves every decorated function alone, so the jit
 functions, the functions of rows and the fake kernels; and it puts a dispatcher around the others, which a full graph of

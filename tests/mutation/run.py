@@ -125,8 +125,8 @@ def _key(row: dict[str, Any]) -> tuple[str, ...]:
 class InOrder:
     """Keeps the tests that are named, in the order of their names, and remembers the one that fails."""
 
-    def __init__(self, names: list[str], running: Path) -> None:
-        self.names, self.running = names, running
+    def __init__(self, names: list[str], wrong: list[str], running: Path) -> None:
+        self.names, self.wrong, self.running = names, wrong, running
         self.failed: str | None = None
         self.passed = 0
 
@@ -136,7 +136,8 @@ class InOrder:
         for item in items:
             if item.nodeid not in place and any(item.nodeid.startswith(f"{name}::") for name in whole):
                 place[item.nodeid] = len(place)
-        items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
+        kept = [item for item in items if item.nodeid in place and item.nodeid not in self.wrong]
+        items[:] = sorted(kept, key=lambda item: place[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.running.write_text(nodeid)
@@ -151,8 +152,8 @@ class InOrder:
         self.passed += report.passed and report.when == "call"
 
 
-def run_tests(package: str, names: list[str], running: str) -> dict[str, Any]:
-    """In a process of its own. `failed`: the first test that fails."""
+def run_tests(package: str, names: list[str], wrong: list[str], running: str) -> dict[str, Any]:
+    """In a process of its own, without `wrong`. `failed`: the first test that fails."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
         __import__(package)
@@ -160,8 +161,10 @@ def run_tests(package: str, names: list[str], running: str) -> dict[str, Any]:
         return {"failed": f"import {package}", "passed": 0}
     import pytest
 
-    plugin = InOrder(names, Path(running))
-    files = list(dict.fromkeys(name.partition("::")[0] for name in names))
+    plugin = InOrder(names, wrong, Path(running))
+    files = [file for file in dict.fromkeys(name.partition("::")[0] for name in names) if Path(file).exists()]
+    if not files:
+        return {"failed": None, "passed": 0}
     marks = "not gpu and not multigpu"
     options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     status = pytest.main([*options, *files], plugins=[plugin])
@@ -179,19 +182,21 @@ class Worker:
         running = self.folder / "running"
         running.write_text("")
         begin = time.monotonic()
-        arguments = (self.project.package, names, str(running))
+        wrong = [name for name, right in self.right.items() if not right]
+        arguments = (self.project.package, names, wrong, str(running))
         found = call(run_tests, *arguments, root=self.project.root, log=self.folder / "log", seconds=seconds)
         if found is None:  # it hangs, or the process died
             hangs = time.monotonic() - begin >= seconds
             found = {"failed": running.read_text() or f"import {self.project.package}", "passed": 0, "hangs": hangs}
         return found
 
-    def passes_unmutated(self, name: str) -> bool:
-        if name not in self.right:
-            whole = name.removeprefix("import of ")
-            known = "::" in whole or whole.endswith(".py")
-            self.right[name] = not known or self.answer([whole], PATIENCE[0] * 2)["failed"] is None
-        return self.right[name]
+    def passes_unmutated(self, failed: str, names: list[str]) -> bool:
+        """The test that failed; of another failure (an import, pytest's own) the first test."""
+        if failed not in self.right:
+            name = failed.removeprefix("import of ")
+            tried = name if "::" in name or name.endswith(".py") else names[0]
+            self.right[failed] = self.answer([tried], PATIENCE[0] * 2)["failed"] is None
+        return self.right[failed]
 
     def examine(self, mutant: Mutant, named: list[tuple[str, float]] | None, left: float) -> dict[str, Any]:
         """The row of a mutant. A test that fails without it too is left out."""
@@ -218,12 +223,13 @@ class Worker:
             if time.monotonic() - begin >= left:
                 row |= {"result": "unfinished", "by": failed}
                 break
-            if self.passes_unmutated(failed):
+            if self.passes_unmutated(failed, names):
                 row |= {"result": "hangs" if found.get("hangs") else "killed", "by": failed}
                 break
-            for name in names:
-                if name.partition("::")[0] == failed.removeprefix("import of "):
-                    self.right[name] = False
+            # fails without the mutant: that test is left out, or the file that cannot be imported, or all
+            file = failed.removeprefix("import of ")
+            wrong = [failed] if "::" in failed else [name for name in names if name.startswith(file)] or names
+            self.right |= dict.fromkeys(wrong, False)
         return row | {"tests": len(names), "seconds": round(time.monotonic() - begin, 1)}
 
 

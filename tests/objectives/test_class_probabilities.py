@@ -205,7 +205,7 @@ def test_dtensors_are_refused(one_process, shapes, words, metrics):
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.9}], ids=str)
 def test_negative_probabilities_are_not_taken_in_silence(device, options):
-    """Also for a class with a negative weight, and if smoothing makes the probabilities positive."""
+    """Holds for a class with a negative weight, too, and if smoothing makes the probabilities positive."""
     for name in ("weight", "linear_bias"):
         call = make_call(device)
         del call[name]

@@ -2,6 +2,7 @@
 
 # N tokens, D hidden, V vocabulary; B sequences of T tokens
 
+import inspect
 import itertools
 import math
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.valid_tokens import with_zeroed_rows
-from flce_ops.aten.with_grad import policy_with_grad, policy_with_grad_of_rows
+from flce_ops.aten.with_grad import policy_with_grad
 from flce_ops.meta.arguments import PolicyWithGrad
 from flce_ops.meta.outputs import outputs as outputs_of
 from flce_ops.objectives.policy import KL_ESTIMATORS, Policy, PolicyOptions, PolicyTokens
@@ -225,7 +226,7 @@ def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
     options = inner_options(beta=0.1)._asdict() | {"output_mask": [True, True, True]}
     inner = PolicyWithGrad.bind(*(call[name] for name in names), None, **options)
     outputs = outputs_of(inner)
-    with_zeroed_rows(policy_with_grad_of_rows, inner, outputs, PolicyWithGrad.fills, ignored)
+    with_zeroed_rows(inspect.unwrap(policy_with_grad), inner, outputs, PolicyWithGrad.fills, ignored)
     for found, expected in zip(outputs, policy_with_grad(inner), strict=True):
         assert error(found, expected) < 1e-12
 

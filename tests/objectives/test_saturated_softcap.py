@@ -149,7 +149,7 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel, s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_slope_keeps_its_digits_until_it_underflows(dtype):
-    """Also in float64, compared with NumPy's long double. The rounding of the ratio itself costs 2 ratio units."""
+    """Checks float64, too, against NumPy's long double. The rounding of the ratio itself costs 2 ratio units."""
     ratio = torch.linspace(-30, 30, 1001, dtype=dtype)
     _, slope = cap_with_slope(ratio.clone(), torch.ones((), dtype=dtype))
     exact = 1 / np.cosh(ratio.numpy().astype(np.longdouble)) ** 2

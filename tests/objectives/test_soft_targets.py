@@ -140,7 +140,7 @@ def test_errors_of_other_dtypes_are_no_larger_than_plain_torchs(device, name, dt
 
 
 def test_one_target_of_weight_one_is_a_class_index(device):
-    """Also with class weights, except for the mean, which divides by the number of tokens."""
+    """Holds with class weights, too, except for the mean, which divides by the number of tokens."""
     inputs = make_inputs((N, D, V), device=device, dtype=torch.float64, weight=True)
     target = inputs.target.unsqueeze(1)
     for options in ({}, {"weight": inputs.weight, "reduction": "sum", "label_smoothing": 0.1}):

@@ -163,7 +163,7 @@ def test_options_cannot_be_passed_by_position():
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_target_out_of_range_is_an_index_error(wants_gradient, reduction, dtype, bad):
-    """It never gives a number silently. On CUDA it is a device-side assert, see test_cuda_contract.py."""
+    """A wrong target never gives a number silently. On CUDA it is a device-side assert: test_cuda_contract.py."""
     arguments = good()
     arguments["target"] = arguments["target"].to(dtype)
     arguments["target"][3] = bad

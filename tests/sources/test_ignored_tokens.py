@@ -120,7 +120,7 @@ def run(mode, inputs):
 
 
 def expected_of(mode, inputs):
-    """The same for the valid tokens alone, with rows put back by hand."""
+    """Runs the valid tokens alone, and puts their rows back among those of the ignored tokens."""
     valid = inputs.target != -100
     compact = inputs.clone()
     compact.input = inputs.input.detach()[valid].requires_grad_()

@@ -75,7 +75,7 @@ def max_and_sum_kernel(
     # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum). With the guard: (n,)
     # out, the sum of both, written only for rows whose sum is too large. The other rows keep their bits.
     out_ptr,
-    # the sum of both numbers, only of rows whose sum is too large: the others keep theirs, bit for bit
+    # the sum of both numbers, only for rows whose sum is too large: other rows keep their sum, bit for bit
     valid_tokens,  # ValidTokens
     n,
     T,

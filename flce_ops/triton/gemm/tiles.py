@@ -48,8 +48,8 @@ class LogitsTiles(Tiles):
 #   508 / 477 / 403   128x128, two programs a multiprocessor
 HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
 HOPPER_SHALLOW = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
-# With four warps ptxas keeps up to 2 KiB of registers a thread in memory, with eight none (sm_80, sm_120). Neither was
-# timed: such a card was not at hand.
+# With four warps ptxas keeps up to 2 KiB of registers a thread in memory, with eight none in most variants (sm_80,
+# sm_120: python -m benchmarks.kernels.compile_cards). Neither was timed, because such a card was not at hand.
 AMPERE = LogitsTiles(128, 128, 32, num_warps=8, num_stages=3, tma=False, flatten=False)
 INTERPRETER = LogitsTiles(32, 128, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
 

@@ -117,8 +117,8 @@ def shard_numbers_kernel(
 
 
 def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
-    """Returns the (k, n) numbers that ranks exchange: 2, or 3 with logit sums. With argmax there are 2 more, which the
-    caller fills in.
+    """Returns the (k, n) numbers that ranks exchange. k is 2, or 3 with logit sums. With argmax k is larger by 2, and
+    the caller fills in these rows.
     """
     n = tokens.column.shape[0]
     count = 2 + (sums.logit_sum is not None) + 2 * (sums.argmax is not None)

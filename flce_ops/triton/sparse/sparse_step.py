@@ -52,8 +52,8 @@ from .sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 # uncut (8192x1024x50304).
 SPLIT = 256
 TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of a program that gathers
-SPLITS_BYTES = 64 << 20  # for the float32 sums of splits
-MOST_ENTRIES = 2**31 - 1  # in the lists of a span: class_order.py counts in int32
+SPLITS_BYTES = 64 << 20  # memory for the float32 sums of splits
+MOST_ENTRIES = 2**31 - 1  # limit for the lists of a span, because class_order.py counts in int32
 
 
 class SparseStep(OnePassStep):
