@@ -61,11 +61,12 @@ class Pool(NamedTuple):
     topk: Tensor  # (N, K)
     advantages: Tensor  # (N,)
     old_log_probs: Tensor  # (N,)
+    temperature: Tensor  # (N,)
     linear_weight: Tensor  # (V, D)
     teacher_weight: Tensor  # (V, D)
 
     def of(self, tokens: Tensor) -> Pool:
-        return Pool(*(values[tokens] for values in self[:6]), *self[6:])
+        return Pool(*(values[tokens] for values in self[:7]), *self[7:])
 
     def wanting_gradients(self) -> Pool:
         leaves = {name: getattr(self, name).detach().requires_grad_() for name in ("input", "linear_weight")}
@@ -90,6 +91,7 @@ def draw_pool(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
         labels(tokens, TOPK),
         randn(tokens).to(accumulate),
         (randn(tokens) - 6.0).to(accumulate),
+        randn(tokens).abs().to(accumulate) + 0.3,
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
     )
@@ -107,6 +109,12 @@ def log_probs(pool: Pool) -> Results:
     )  # fmt: skip
     of_rows = {name: getattr(found, name) for name in ("log_probs", "lse", "entropy", "argmax")}
     return of_rows | metrics
+
+
+def log_probs_at_temperatures(pool: Pool) -> Results:
+    call = (pool.input, pool.linear_weight, pool.target)
+    found = flce_ops.linear_log_probs(*call, temperature=pool.temperature, softcap=20.0, entropy=True)
+    return {"log_probs at temperatures": found.log_probs, "entropy at temperatures": found.entropy}
 
 
 def log_probs_of_topk(pool: Pool) -> Results:
@@ -152,8 +160,30 @@ def divergences(pool: Pool) -> Results:
     return {f"divergence, {kind}": flce_ops.linear_kl_div(*pairs, kind=kind, **options) for kind in KINDS}
 
 
+def input_gradients(pool: Pool) -> Results:
+    """On request: what the other tokens of a call leave as they are with batch_invariant=True alone."""
+    found = {}
+
+    def rows(name: str, function: Callable[..., Tensor]) -> None:
+        input = pool.input.detach().requires_grad_()
+        with torch.enable_grad():
+            (found[f"grad_input of {name}"],) = torch.autograd.grad(function(input).sum(), input)
+
+    y, w = pool.target, pool.linear_weight.detach().requires_grad_()
+    option = {"batch_invariant": True}
+    rows("a sum", lambda x: flce_ops.linear_cross_entropy(x, w, y, reduction="sum", **option))
+    rows("losses", lambda x: flce_ops.linear_cross_entropy(x, w, y, reduction="none", **option))
+    rows("log_probs", lambda x: flce_ops.linear_log_probs(x, w, y, **option).log_probs)
+    policy = (y, pool.advantages, pool.old_log_probs)
+    rows("a policy", lambda x: flce_ops.linear_policy_loss(x, w, *policy, reduction="sum", **option).loss)
+    teacher = (pool.teacher_input, pool.teacher_weight)
+    rows("a divergence", lambda x: flce_ops.linear_kl_div(x, w, *teacher, target=y, reduction="sum", **option))
+    return found
+
+
 ASKED = (
     log_probs,
+    log_probs_at_temperatures,
     log_probs_of_topk,
     losses,
     metrics_of_a_mean,
@@ -243,7 +273,7 @@ class Found(NamedTuple):
 
 
 def bits(values: Tensor) -> Tensor:
-    kinds = {4: torch.int32, 8: torch.int64}
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.detach().view(kinds[values.element_size()]) if values.is_floating_point() else values
 
 

@@ -133,11 +133,11 @@ def forward(call: Forward) -> Outputs:
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
-    weight = upcast(weight, dtype)
+    weight, options = upcast(weight, dtype), call.logits.of(slice(None))
     target_logit = sums = total = torch.zeros_like(target, dtype=dtype)
     max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # one entry for each block
     for classes in class_blocks(linear_weight):
-        logits = activate(product(input, linear_weight[classes].T, block_of(linear_bias, classes)), call.logits)
+        logits = activate(product(input, linear_weight[classes].T, block_of(linear_bias, classes)), options)
         target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
         if call.logit_sum:
             sums = sums + weighted_logits(logits, block_of(weight, classes))
@@ -237,13 +237,13 @@ def backward(call: Backward) -> Gradients:
     input = zeroed_where_ignored(input, valid)
     cotangents = call.cotangents.masked(hit, valid, dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
-    weight = upcast(weight, dtype)
+    weight, options = upcast(weight, dtype), call.logits.of(slice(None))
     grad_input = torch.zeros_like(input, dtype=dtype) if want_input else None
     grad_weight, grad_bias = [], []
     for classes in class_blocks(linear_weight):
         block = linear_weight[classes]
         logits = product(input, block.T, block_of(linear_bias, classes))
-        logits, slope = activate_with_slope(logits, call.logits)
+        logits, slope = activate_with_slope(logits, options)
         grad_logits = softmax_gradient(logits, factors)
         add_sum(grad_logits, cotangents.grad_logit_sum, block_of(weight, classes))
         if cotangents.grad_target_logit is not None:

@@ -231,7 +231,7 @@ def learnt(call: dict) -> bool:
 def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
     """How a step divides its tokens. Empty if the step would copy its operands, to another dtype or with padding."""
     from .triton.rows.row_statistics import sum_pairs
-    from .triton.steps.chunking import CHUNKINGS, problem_of
+    from .triton.steps.chunking import CHUNKINGS, invariant, problem_of
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
@@ -246,6 +246,8 @@ def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
         smoothed=facts.label_smoothing,
         sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
     )
+    if call.get("batch_invariant"):
+        problem = invariant(problem)
     return [line for title, paths in CHUNKINGS.items() for line in verdicts(title, paths, problem)]
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 def dense_logits(input, linear_weight, linear_bias=None, *, softcap=None, logit_scale=1.0, temperature=1.0):
     logits = logit_scale * F.linear(input, linear_weight, linear_bias)
+    if isinstance(temperature, Tensor) and temperature.dim():
+        temperature = temperature.unsqueeze(-1)
     return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 

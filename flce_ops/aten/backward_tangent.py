@@ -69,7 +69,7 @@ def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], direction: Dire
         add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
         change = apply_slope(d_dot, slope)
         if call.logits.softcap is not None:
-            change += d * u_dot * slope_derivative(z, slope, call.logits)
+            change += d * u_dot * slope_derivative(z, slope, call.logits.of(rows))
         sums.add(rows, change, apply_slope(d, slope))
         del u_dot, z, slope, p, z_dot, d_dot, d, change  # frees memory before the next chunk is allocated
     sums.finish()

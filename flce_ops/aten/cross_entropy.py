@@ -54,7 +54,7 @@ def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
     weight = upcast(weight, lse.dtype)
     for rows, u in copied_rows(call):
-        z = activate(u, call.logits)
+        z = activate(u, call.logits.of(rows))
         target_logit[rows] = z.gather(1, column[rows]).squeeze(1)
         if call.logit_sum:
             sums[rows] = weighted_logits(z, weight)
@@ -75,7 +75,7 @@ def backward(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
     factors = SoftmaxFactors(torch.where(valid, call.lse, torch.inf), factor, None)
     weight = upcast(weight, dtype)
     for rows, u in copied_rows(call):
-        z, slope = activate_with_slope(u, call.logits)
+        z, slope = activate_with_slope(u, call.logits.of(rows))
         grad = softmax_gradient(z, factors.of(rows))
         add_target_and_sum(grad, column[rows], cotangents.of(rows), weight)
         grad_logits[rows] = apply_slope(grad, slope)

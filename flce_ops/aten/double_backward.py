@@ -55,7 +55,7 @@ def double_backward(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
         grad_u = apply_slope(d * (z_dot - lse_dot[:, None]), slope)
         add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
         if call.logits.softcap is not None:
-            grad_u += d * u_dot * slope_derivative(z, slope, call.logits)
+            grad_u += d * u_dot * slope_derivative(z, slope, call.logits.of(rows))
         sums.add(rows, grad_u.to(input.dtype), apply_slope(d, slope))
         del u_dot, z, slope, p, z_dot, d, grad_u  # frees memory before the next chunk is allocated
     sums.finish()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitOptions
 from ..math.precision import accumulation_dtype
 from ..math.shards import log_denominator
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
@@ -82,9 +81,10 @@ def student_logits(
     """
     input = operands.input[rows]
     product = chunk_product(input, operands.linear_weight, operands.linear_bias)
-    if options.softcap is None or not slope:
-        return input, activate(product, LogitOptions(options.softcap, options.logit_scale)), None
-    return input, *cap_with_slope(scale_logits(product, options.logit_scale), options.softcap)
+    softcap, logit_scale = of_rows = options.student.of(rows)
+    if softcap is None or not slope:
+        return input, activate(product, of_rows), None
+    return input, *cap_with_slope(scale_logits(product, logit_scale), softcap)
 
 
 def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
@@ -92,7 +92,7 @@ def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) 
         operands.teacher_input[rows],
         operands.teacher_weight,
         operands.teacher_bias,
-        LogitOptions(options.teacher_softcap, options.teacher_logit_scale),
+        options.teacher.of(rows),
     )
     return logits.to(accumulation_dtype(operands.input.dtype))
 

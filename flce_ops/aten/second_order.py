@@ -64,7 +64,7 @@ class SecondOrder:
         classes of a shard, p is 0 there.)
         """
         call = self.call
-        z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits)
+        z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits.of(rows))
         p = probabilities(z, self.lse[rows], None if call.lse_rest is None else call.lse_rest[rows])
         return z, slope, p.div_(p.sum(1, keepdim=True).clamp_min_(0.5))
 

@@ -54,7 +54,7 @@ class SparseAccumulator(GradientAccumulator):
     ) -> None:
         input, linear_weight = call.operands[:2]
         super().__init__(input, linear_weight, grads, call.output_mask, rows)
-        self.sparse, self.logit_scale, self.draws, self.shard = call.sparse, call.logits.logit_scale, draws, shard
+        self.sparse, self.logits, self.draws, self.shard = call.sparse, call.logits, draws, shard
         self.exact = None
         if needs_exact(call):
             self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
@@ -65,7 +65,8 @@ class SparseAccumulator(GradientAccumulator):
         """
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
-        slope = slope if self.logit_scale is None else slope * self.logit_scale
+        logit_scale = self.logits.of(rows).logit_scale
+        slope = slope if logit_scale is None else slope * logit_scale.flatten()
         if self.sparse.gradient_mode == "tiles":
             keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
             return

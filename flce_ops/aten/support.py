@@ -103,7 +103,7 @@ def product_of(call: SupportForward, entries: Entries, part: slice) -> Tensor:  
 def rows_of_entries(call: SupportForward, entries: Entries, products: Tensor, results: Sequence[Tensor]) -> None:
     target_logit, lse, expected, max_logit, argmax, squares, mean_logit, lse_rest, _ = results
     target, (_, offsets, sizes) = call.operands.target, call.support
-    logits = activated(products[: entries.row.shape[0]], call.logits)
+    logits = activated(products[: entries.row.shape[0]], call.logits.of(entries.row))
 
     def over_rows(values: Tensor, reduce: str, initial: float) -> Tensor:  # (E,) -> (N,)
         return torch.segment_reduce(values, reduce, offsets=offsets, initial=initial, unsafe=True)
@@ -138,8 +138,8 @@ def rows_of_entries(call: SupportForward, entries: Entries, products: Tensor, re
         fill(mean_logit, counts, over_rows(logits, "sum", 0.0) / sizes)
 
 
-def activated(products: Tensor, options: LogitOptions) -> Tensor:
-    return activate(products.clone(), options)
+def activated(products: Tensor, options: LogitOptions) -> Tensor:  # (E,)
+    return activate(products.clone().unsqueeze(1), options).squeeze(1)
 
 
 def fill(result: Tensor, counts: Tensor, values: Tensor, otherwise: float = 0.0) -> None:
@@ -178,7 +178,7 @@ def gradient_of_entries(call: SupportBackward, entries: Entries) -> Tensor:  # g
     cotangents = call.cotangents.masked(valid, valid, call.lse.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     products = call.products[: row.shape[0]].clone().unsqueeze(1)
-    logits, slope = activate_with_slope(products, call.logits)
+    logits, slope = activate_with_slope(products, call.logits.of(row))
     of_entries = type(factors)(*(None if number is None else number[row] for number in factors))
     grad = softmax_gradient(logits, of_entries)
     if cotangents.grad_target_logit is not None:

@@ -52,6 +52,10 @@ VECTORS = {  # (..., N)
     "teacher_shift",
     "student_kl",
     "token",
+    "softcap",
+    "logit_scale",
+    "teacher_softcap",
+    "teacher_logit_scale",
 }
 PER_TARGET = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
@@ -166,7 +170,7 @@ def with_valid_rows(
             return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]))
         if name in PER_TARGET:
             return value.index_select(0, indices)
-        return value.index_select(-1, indices) if name in VECTORS and value.shape[-1] else value
+        return value.index_select(-1, indices) if name in VECTORS and value.dim() and value.shape[-1] else value
 
     call_of_valid = call.changed(of_valid)
     call_of_valid.notes += ("without ignored tokens",)

@@ -227,7 +227,7 @@ def loss_and_gradients(
         # ranks exchange once a chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
         for rows, block in blocks:
-            logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits)
+            logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))
             found = logits.gather(1, column[rows])
             target_logit = found if objective.soft else found.squeeze(1)
             logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight)

@@ -20,6 +20,7 @@ metrics.py             return_metrics by name
 support.py             the classes that each token was sampled from
 class_order.py         the user's order of classes, for a sparse gradient
 learnt_scale.py        a scale that gets a gradient
+token_temperature.py   a temperature of each token
 padded_vocabulary.py   the classes of a vocabulary without its padding
 shifted_target.py      unshifted labels, whose targets are the next ones
 """

@@ -14,9 +14,10 @@ from ..math.options import logit_options, scalar
 from ..math.precision import accumulation_dtype
 from ..math.reduction import quotient, row_factor
 from ..objectives.class_probabilities import smoothed_and_weighted
-from .arguments import check_arguments
+from .arguments import OP, check_arguments
 from .kl_div import flatten_tokens, row_divergences, weigh_tokens, weighted_loss
 from .schemas import CrossEntropy
+from .token_temperature import temperature_of_tokens
 
 # N tokens, D hidden, V vocabulary
 
@@ -28,7 +29,8 @@ def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     student = (input, call.linear_weight, call.linear_bias)
     p = smoothed_and_weighted(call.target, call.weight, call.numbers.label_smoothing, accumulation_dtype(input.dtype))
     operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, p, None))
-    options = KlDivOptions(kind="cross_entropy", **logit_options(call.numbers, input)._asdict())
+    logits = logit_options(call.numbers, input, temperature_of_tokens(OP, call, layout, None))
+    options = KlDivOptions(kind="cross_entropy", **logits._asdict(), batch_invariant=call.batch_invariant)
     denominator = denominator_of(call, operands.input.shape[0])
     operands, token_weight = weigh_tokens(operands, layout.per_token(call.token_weight), denominator)
     token_weight = torch.where(call.target.detach().amin(-1).flatten() < 0.0, torch.nan, token_weight)

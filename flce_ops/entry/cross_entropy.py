@@ -68,7 +68,8 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
         check_buffer(OP, operands, call.main_grad)
     target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
     others = {"main_grad": call.main_grad, "target_weight": target_weight, "sparse": call.sparse}
-    problem = token_losses(call, operands, asked, **others, quantized=quantized)
+    others |= {"batch_invariant": call.batch_invariant, "quantized": quantized}
+    problem = token_losses(OP, layout, call, operands, asked, **others)
     with_grad: WithGrad | None = None
     if quantized is not None:
         pass  # backward makes the gradients
@@ -102,6 +103,8 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
         options |= asked._asdict()
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
+    if problem.batch_invariant:
+        options["batch_invariant"] = True
     loss, losses, _, _, _, *found = ops.linear_cross_entropy_with_grad(
         *problem.operands, *reduction, **options, output_mask=mask, target_weight=problem.target_weight
     )

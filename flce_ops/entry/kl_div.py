@@ -20,6 +20,7 @@ from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_divergence, check_ranges
 from .loss import layout_of_call, weightless
 from .schemas import KlDiv
+from .token_temperature import temperature_of_tokens
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -29,12 +30,14 @@ OP = "linear_kl_div"
 def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
     check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=call.temperature)
-    options = kl_div_options(call)
+    kind = resolve_kind(call.kind, call.beta)
     layout = layout_of_call(OP, call)
     operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
     check_divergence(OP, call, operands)
     operands = flatten_tokens(layout, operands, call.target, call.ignore_index)
-    options = options._replace(**layout.sharing())
+    target = None if call.token_temperature is None else layout.per_token(call.target)
+    temperature = temperature_of_tokens(OP, call, layout, target)
+    options = kl_div_options(call, kind, temperature)._replace(**layout.sharing())
     token_weight, denominator = layout.per_token(call.token_weight), None
     if call.reduction != "none":
         normalizer = layout.number(call.normalizer)
@@ -50,19 +53,20 @@ def composite(call: KlDiv) -> Tensor:
     return layout.quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
 
 
-def kl_div_options(call: KlDiv) -> KlDivOptions:
+def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> KlDivOptions:
     input, temperature = call.input, call.temperature
-    kind = resolve_kind(call.kind, call.beta)
-    student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input)
+    student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input, token_temperature)
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
-    teacher = logit_options(LogitNumbers(call.teacher_softcap, teacher_scale, temperature), teacher_like)
+    teacher_numbers = LogitNumbers(call.teacher_softcap, teacher_scale, temperature)
+    teacher = logit_options(teacher_numbers, teacher_like, token_temperature)
     return KlDivOptions(
         kind=kind,
         beta=scalar(call.beta, input) if kind == "jsd" else None,
         **student._asdict(),
         teacher_logit_scale=teacher.logit_scale,
         teacher_softcap=teacher.softcap,
+        batch_invariant=call.batch_invariant,
     )
 
 

@@ -17,6 +17,7 @@ from .arguments import check_head
 from .loss import layout_of_call, rows_of
 from .schemas import LogProbs
 from .support import support_of_call
+from .token_temperature import temperature_of_tokens
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 
@@ -29,10 +30,11 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     check_head(OP, call)
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
-    logits = logit_options(call.numbers, operands.input)
-    support = support_of_call(OP, layout, call, operands.target)
-    of_rows = operands, call.ignore_index, LossOptions(), logits, asked
-    problem = TokenLosses(*of_rows, sparse=call.sparse, support=support)
+    temperature = temperature_of_tokens(OP, call, layout, operands.target)
+    logits = logit_options(call.numbers, operands.input, temperature)
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, asked)
+    problem.sparse, problem.batch_invariant = call.sparse, call.batch_invariant
+    problem.support = support_of_call(OP, layout, call, operands.target)
     rows = rows_of(layout, problem)
     numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
     of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)

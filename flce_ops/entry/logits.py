@@ -44,7 +44,7 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
     layout.measure(call.logits, call.logits.shape[-1])
     logits, copied = rows_of(layout.columns(call.logits))
     operands = LogitOperands(logits, layout.per_token(call.target), layout.whole(call.weight))
-    problem = token_losses(call, operands, Statistics(argmax=argmax))
+    problem = token_losses(OP, layout, call, operands, Statistics(argmax=argmax))
     with_grad = None
     if call.reduction != "none" and not layout.splits_vocabulary:
         with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)

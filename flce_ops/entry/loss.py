@@ -50,6 +50,7 @@ from ..ops.support_rows import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
+from .token_temperature import temperature_of_tokens
 
 # N tokens, V vocabulary
 
@@ -79,10 +80,16 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
 
 
 def token_losses(
-    call: CrossEntropy | LogitsCrossEntropy, operands: Operands | LogitOperands, asked: Statistics, **others: Any
+    op: str,
+    layout: OneRank,
+    call: CrossEntropy | LogitsCrossEntropy,
+    operands: Operands | LogitOperands,
+    asked: Statistics,
+    **others: Any,
 ) -> TokenLosses:
     input = operands[0]
-    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
+    temperature = temperature_of_tokens(op, call, layout, operands.target)
+    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input, temperature)
     return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
 
 
@@ -107,6 +114,8 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         options |= asked_of_forward(problem.statistics)
     if problem.sparse.gradient_threshold:
         options |= problem.sparse._asdict()
+    if problem.batch_invariant:
+        options["batch_invariant"] = True
     if problem.support is None:
         found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
     else:

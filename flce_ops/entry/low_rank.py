@@ -38,7 +38,7 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     of_head = layout.head(head)
     pair_input = layout.rows(call.low_rank_input)
     rows = operands._replace(input=of_head.input, low_rank_input=pair_input, target=of_head.target)
-    problem = token_losses(head, of_head, Statistics())
+    problem = token_losses(OP, layout, head, of_head, Statistics())
     path = path_of_pair(rows, **options_in_facts(problem.loss, problem.logits))
     if path == "concatenated":
         input, linear_weight, *_ = operands.concatenated

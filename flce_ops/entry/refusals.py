@@ -2,7 +2,7 @@
 
     source        a low-rank pair, positions (a head for each), a support, a quantized head
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
-    sink          main_grad, sparse gradient, tiles, gradient_class_order
+    sink          main_grad, sparse gradient, tiles, gradient_class_order, batch_invariant
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
 All other combinations are implemented. A new feature that does not combine with everything adds its name and its rows
@@ -31,7 +31,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", 
 # The last three: objectives whose gradients backward always makes; what a layout tells; what a path tells.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards", "a quantized head")
+FEATURES += ("recomputing shards", "a quantized head", "batch_invariant")
 
 
 def features_of(call: Any) -> set[str]:
@@ -61,6 +61,8 @@ def features_of(call: Any) -> set[str]:
             found.add("topk")
     if "support" in found and call.target.dim() == call.input.dim():
         found.add("topk")
+    if values.get("batch_invariant"):
+        found.add("batch_invariant")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
     return found
@@ -90,6 +92,12 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
             "over a sharded vocabulary, but for a scalar loss of one class a token with classes on every rank,"
         ),
     },
+    "batch_invariant": {
+        ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented, as ranks add up parts "
+        "of grad_input; leave batch_invariant out",
+        ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
+        ("support",): "batch_invariant with a support is not implemented; leave batch_invariant out",
+    },
     "positions": {
         ("DTensors",): "a K-dimensional loss (linear_weight of shape {linear_weight}) with DTensors is not "
         "implemented; pass plain tensors, or one head of shape (V, D) at a time",
@@ -115,6 +123,7 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ("class probabilities",): QUANTIZED.format("a target of class probabilities"),
         ("DTensors",): QUANTIZED.format("DTensors"),
         ("torch.func",): QUANTIZED.format("torch.func"),
+        ("batch_invariant",): QUANTIZED.format("batch_invariant"),
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

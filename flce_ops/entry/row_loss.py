@@ -30,6 +30,7 @@ from .arguments import check_row_loss
 from .loss import layout_of_call, loss_of_tokens, rows_of
 from .schemas import RowLoss
 from .support import support_of_call
+from .token_temperature import temperature_of_tokens
 
 # N tokens, D hidden, V vocabulary
 
@@ -45,11 +46,12 @@ def composite(call: RowLoss) -> tuple[Tensor, Tensor]:
     input, linear_weight, _, linear_bias, _ = operands
     dtype = accumulation_dtype(input.dtype)
     objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
-    logits = logit_options(call.numbers, input)
-    support = support_of_call(op, layout, call, operands.target)
-    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits, sparse=call.sparse, support=support)
+    logits = logit_options(call.numbers, input, temperature_of_tokens(op, call, layout, operands.target))
+    problem = TokenLosses(operands, call.ignore_index, LossOptions(), logits)
+    problem.sparse, problem.batch_invariant = call.sparse, call.batch_invariant
+    problem.support = support_of_call(op, layout, call, operands.target)
     with_grad = None
-    if call.reduction != "none" and support is None and not layout.splits_vocabulary:
+    if call.reduction != "none" and problem.support is None and not layout.splits_vocabulary:
         known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
         if gradients_in_the_same_pass(input, linear_weight, linear_bias, **known):
             with_grad = partial(losses_with_grad, objective)
@@ -74,6 +76,7 @@ def losses_with_grad(
         **objective.options._asdict(),
         **problem.logits._asdict(),
         output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
+        batch_invariant=problem.batch_invariant,
     )
     return loss, losses, (log_probs,)
 

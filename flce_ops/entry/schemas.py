@@ -28,6 +28,8 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     main_grad: Tensor | None = None  # (V, D)
     sparse: SparseGradient
     gradient_class_order: Tensor | None = None  # (V,)
+    token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
@@ -59,6 +61,7 @@ class LogitsCrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
+    token_temperature: Tensor | None = None  # (...), in place of the number
 
 
 class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
@@ -84,6 +87,8 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     support: Tensor | None = None  # (..., K), or with offsets (E,)
     support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
+    token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False
 
 
 class RowLoss(Arguments, keyword_from="own"):
@@ -103,6 +108,8 @@ class RowLoss(Arguments, keyword_from="own"):
     support: Tensor | None = None  # (..., K), or with offsets (E,)
     support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
+    token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False
 
 
 def schema_of(objective: type[RowObjective]) -> type[RowLoss]:
@@ -131,3 +138,5 @@ class KlDiv(Arguments, keyword_from="teacher_probs"):
     temperature: Scalar = 1.0
     teacher_logit_scale: OptionalScalar = None
     teacher_softcap: OptionalScalar = None
+    token_temperature: Tensor | None = None  # (...), in place of the number
+    batch_invariant: bool = False

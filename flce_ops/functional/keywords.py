@@ -23,6 +23,7 @@ class LogProbsKeywords(SparseKeywords, total=False):
     logit_scale: float | Tensor
     temperature: float | Tensor
     shift: bool
+    batch_invariant: bool
     entropy: bool
     argmax: bool
     tail: bool
@@ -43,7 +44,7 @@ class LossKeywords(TypedDict, total=False):
 
 class LogitsKeywords(LossKeywords, total=False):
     logit_scale: float
-    temperature: float
+    temperature: float | Tensor
     inplace_backward: bool
 
 
@@ -53,6 +54,7 @@ class CrossEntropyKeywords(LossKeywords, SparseKeywords, total=False):
     target_weight: Tensor | None  # (..., K)
     main_grad: Tensor | None  # (V, D)
     gradient_class_order: Tensor | None  # (V,)
+    batch_invariant: bool
     options: object
 
 

@@ -45,11 +45,12 @@ def linear_kl_div(
     normalizer: Tensor | float | None = None,  # ()
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
     vocab_size: int | None = None,
     shift: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     r"""Divergence between a student's and a teacher's distributions, without the logits of either.
 
@@ -93,8 +94,9 @@ def linear_kl_div(
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient;
             teacher_logit_scale must then be given.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        temperature: divides the student's and the teacher's logits after the caps. Multiply the loss by temperature **
-            2 yourself if you want the gradient's size kept (Hinton et al.).
+        temperature: divides the student's and the teacher's logits after the caps: a number, or one number per token,
+            (...), a constant. Multiply the loss by temperature ** 2 yourself (as token_weight) if you want the
+            gradient's size kept (Hinton et al.).
         teacher_logit_scale: factor on the teacher's logits; logit_scale by default.
         teacher_softcap: bound on the teacher's logits; none by default, also if the student has one.
         vocab_size: the number of classes if the student's or the teacher's vocabulary is padded. Classes from
@@ -103,6 +105,7 @@ def linear_kl_div(
             If linear_weight is longer, its gradient is copied; nothing else is. Not with DTensors.
         shift: as in ``linear_cross_entropy``: position t is left out if label t + 1 is ``ignore_index``, and so is the
             last position of each sequence.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
 
     Returns:
         The divergence in nats per token, float32 (float64 for float64 input), of shape () or, for "none", (...). The

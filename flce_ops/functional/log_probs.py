@@ -84,7 +84,7 @@ def linear_log_probs(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
@@ -94,6 +94,7 @@ def linear_log_probs(
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
     gradient_sparse: Operand = "both",
+    batch_invariant: bool = False,
     return_metrics: Sequence[str] | None = None,
 ) -> LinearLogProbs | tuple[LinearLogProbs, dict[str, Tensor]]:
     r"""Same as ``log_softmax(F.linear(input, linear_weight, linear_bias), -1)`` at target, without the (N, V) logits.
@@ -116,7 +117,8 @@ def linear_log_probs(
             classes such a class has log-probability 0, and a token with only such classes is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits after the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
+            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
         shift: as in ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
@@ -131,6 +133,7 @@ def linear_log_probs(
             look, its log-probability is -inf. Only one class a token, and not with shift.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
         return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
             ``"mean_logit"``, mean_j z_j. The result is a pair then.
 

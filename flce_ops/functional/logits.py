@@ -63,7 +63,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
@@ -85,7 +85,9 @@ def cross_entropy(
         target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
         weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as in
             ``linear_cross_entropy``.
-        logit_scale, temperature: numbers. Multiply the logits by a learnt one yourself.
+        logit_scale: a number. Multiply the logits by a learnt one yourself.
+        temperature: divides the logits after the cap: a number, or one number per token, (...), a constant. An ignored
+            token's may be anything.
         inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
             their size exists. What the logits hold after the call is not defined. Forward writes the gradient if a
             scalar loss is differentiated, not in float16, a checkpoint or torch.func, and if the logits are all of

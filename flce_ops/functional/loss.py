@@ -103,7 +103,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     target_weight: Tensor | None = None,  # (..., K)
@@ -115,6 +115,7 @@ def linear_cross_entropy(
     gradient_seed: Tensor | None = None,  # ()
     gradient_sparse: Operand = "both",
     gradient_class_order: Tensor | None = None,  # (V,)
+    batch_invariant: bool = False,
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
@@ -161,7 +162,8 @@ def linear_cross_entropy(
         softcap: bound on the logits' magnitude (Gemma 2), applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
             gets its gradient.
-        temperature: divides the logits after the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
+            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
             Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient or metrics are
@@ -174,9 +176,9 @@ def linear_cross_entropy(
             number of valid tokens in the whole batch under gradient accumulation or data parallelism.
         shift: target holds the labels of the same positions as input, (..., T). The token at position t is scored
             against the label at t + 1, as causal language models are, and the last token of each sequence is ignored.
-            token_weight stays that of position t. In packed sequences label the first token of each sequence
-            ``ignore_index``. Only labels are copied. Not for probabilities, soft targets, K-dimensional losses, and
-            labels whose sequences are sharded.
+            token_weight and temperature stay those of position t. In packed sequences label the first token of each
+            sequence ``ignore_index``. Only labels are copied. Not for probabilities, soft targets, K-dimensional
+            losses, and labels whose sequences are sharded.
         main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype. Backward adds
             linear_weight's gradient to this buffer, inside the GEMM, and ``linear_weight.grad`` stays as it is.
             Megatron's ``weight.main_grad``; see docs/clients.md.
@@ -194,6 +196,9 @@ def linear_cross_entropy(
         gradient_class_order: (V,) int64, a permutation of the classes, in whose order blocks and tiles are formed.
             Frequent classes first is a good order, and tokenizers that merge number them so already. Costs a copy of
             linear_weight and of its gradient.
+        batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other
+            tokens are, and how many, as those of losses and log-probabilities always are. For "sum", "none", and "mean"
+            with a normalizer. Half dtypes on NVIDIA GPUs; see docs/agreement.md. Not over a sharded vocabulary.
         return_metrics: also return by-products of the same pass, without a host synchronisation: True for the accuracy
             and the argmax, or names. With ``p = softmax(z)``, in nats::
 

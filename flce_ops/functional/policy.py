@@ -44,7 +44,7 @@ def linear_policy_loss(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,  # (...), or ()
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
     support: Tensor | tuple[Tensor, Tensor] | None = None,  # (..., K)
@@ -52,6 +52,7 @@ def linear_policy_loss(
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
     gradient_sparse: Operand = "both",
+    batch_invariant: bool = False,
 ) -> LinearPolicyResult:
     r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
 
@@ -90,7 +91,8 @@ def linear_policy_loss(
         ignore_index: target value of tokens that do not count, whatever the other arguments hold there. None is -100.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits after the cap, as sampling does: a number, or without softcap a 0-d tensor.
+        temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
+            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
         token_weight: factor per token, (...), on the objective and on the KL term, differentiable: 1 / the completion's
             length for GRPO's mean of means. The denominator of "mean" does not contain token_weight. Tokens of weight
             0 are left out like ignored ones, unless token_weight gets a gradient.
@@ -99,6 +101,7 @@ def linear_policy_loss(
             over them. Give it where old_log_probs are renormalised, too.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``;
             backward makes the gradients then.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the

@@ -19,6 +19,7 @@ from ..entry.arguments import resolve_ignore_index
 from ..entry.learnt_scale import apply_learnt_scale
 from ..entry.shifted_target import shifted_target
 from ..entry.support import parts_of_support
+from ..entry.token_temperature import as_argument
 from ..math.options import normalizer_tensor
 from ..support import rank_check
 from ..support.dtensor import any_dtensor
@@ -64,6 +65,8 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     metrics.
     """
     rows, target = given["input"] if "input" in given else given["logits"], given["target"]
+    if isinstance(given["temperature"], Tensor):
+        given = {**given, **as_argument(name, given["temperature"], "input" if "input" in given else "logits")}
     if isinstance(given["logit_scale"], Tensor) or isinstance(given["temperature"], Tensor):
         read = ("input", "linear_bias", "logit_scale", "temperature")
         learnt = apply_learnt_scale(name, *[given[argument] for argument in (*read, "softcap")])

@@ -4,6 +4,8 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from .options import LogitOptions
+
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary (if it is sharded, this rank's part)
 
 
@@ -24,7 +26,7 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 class KlDivOptions(NamedTuple):
     kind: str = "forward"  # one of KINDS; or "cross_entropy", with teacher_probs
     beta: Tensor | None = None  # (), for "jsd"
-    logit_scale: Tensor | None = None  # (), as are the next three
+    logit_scale: Tensor | None = None  # () or (N,), as are the next three
     softcap: Tensor | None = None
     teacher_logit_scale: Tensor | None = None
     teacher_softcap: Tensor | None = None
@@ -32,6 +34,21 @@ class KlDivOptions(NamedTuple):
     group: str | None = None
     ranks: int = 1
     vocab_size: Annotated[int | None, "SymInt?"] = None
+    batch_invariant: bool = False  # rows of grad_input by themselves: the same bits whatever the other tokens are
+
+    @property
+    def student(self) -> LogitOptions:
+        return LogitOptions(self.softcap, self.logit_scale)
+
+    @property
+    def teacher(self) -> LogitOptions:
+        return LogitOptions(self.teacher_softcap, self.teacher_logit_scale)
+
+    def contiguous(self) -> "KlDivOptions":
+        (softcap, logit_scale), (teacher_softcap, teacher_scale) = self.student.contiguous(), self.teacher.contiguous()
+        return self._replace(
+            softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_scale
+        )
 
     @property
     def of_student(self) -> bool:

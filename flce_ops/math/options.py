@@ -112,8 +112,21 @@ def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 class LogitOptions(NamedTuple):
-    softcap: Tensor | None = None  # ()
-    logit_scale: Tensor | None = None  # ()
+    """One number for all tokens; or one for each, if each has a temperature of its own."""
+
+    softcap: Tensor | None = None  # () or (N,)
+    logit_scale: Tensor | None = None  # () or (N,)
+
+    def of(self, rows: slice | Tensor) -> "LogitOptions":
+        """The options for the logits of these rows, () or (n, 1)."""
+        return changed(self, lambda option: option[rows].unsqueeze(1) if option.dim() else option)
+
+    def contiguous(self) -> "LogitOptions":
+        return changed(self, Tensor.contiguous)
+
+    @property
+    def by_token(self) -> bool:
+        return any(option is not None and option.dim() > 0 for option in self)
 
 
 class Cotangents(NamedTuple):
@@ -179,6 +192,7 @@ class TokenLosses:
     sparse: SparseGradient = SparseGradient()
     support: TokenIds | None = None  # None: all classes
     quantized: QuantizedHead | None = None  # what linear_weight stands for, which has no numbers then
+    batch_invariant: bool = False  # rows of grad_input
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)
@@ -251,13 +265,17 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
     return scalar(normalizer, like)
 
 
-def logit_options(numbers: Any, like: Tensor) -> LogitOptions:
+def logit_options(numbers: Any, like: Tensor, token_temperature: Tensor | None = None) -> LogitOptions:
     """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
     into both options:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
+
+    `token_temperature` (N,) stands in the number's place: cap and scale are (N,) then.
     """
     divisor = scalar_unless(1.0, numbers.temperature, like)
+    if token_temperature is not None:
+        divisor = token_temperature.to(accumulation_dtype(like.dtype))
     cap = None if numbers.softcap is None else scalar(numbers.softcap, like)
     if divisor is None:
         return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like))

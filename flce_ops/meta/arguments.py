@@ -72,6 +72,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     retain: SymInt = 0  # how many rows save their logits for backward, from the first valid token on
     main_grad: Tensor | None = None  # (V, D), to which backward adds grad_linear_weight; forward does not write to it
     sparse: SparseGradient  # for backward
+    batch_invariant: bool = False  # for backward
 
 
 class Backward(Arguments, keyword_from="ignore_index"):
@@ -90,6 +91,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), the logits that forward saved
     sparse: SparseGradient
+    batch_invariant: bool = False  # rows of grad_input by themselves: the same bits whatever the other tokens are
 
 
 class BackwardInPlace(Backward, keyword_from="ignore_index"):
@@ -117,6 +119,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     statistics: Statistics
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
+    batch_invariant: bool = False  # as of backward
 
 
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
@@ -341,6 +344,7 @@ class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
+    batch_invariant: bool = False  # as of backward
 
 
 def with_grad_of(objective: type[RowObjective]) -> type[RowLossWithGrad]:

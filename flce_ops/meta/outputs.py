@@ -20,7 +20,7 @@ from ..math.support import Support
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import kl_div_checks
-from .arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
+from .arguments import BackwardInPlace, GradGrads, LowRankWithGrad, RowOperands, VocabParallelWithGrad
 from .call import Arguments
 from .checks import (
     SUPPORTED_DTYPES,
@@ -151,6 +151,19 @@ def check_row(name: str) -> Callable[[str, Any], None]:
     return check
 
 
+def check_number(name: str) -> Callable[[str, Any], None]:
+    """Of all tokens, or one for each."""
+
+    def check(op: str, call: Any) -> None:
+        number = call.values()[call.index[name]]
+        if number.dim() == 1 and not isinstance(call, LowRankWithGrad):
+            check_per_row(op, call.operands, **{name: number})
+        elif number.dim():
+            raise ValueError(f"{op}: expected {name} to be a 0-d tensor, got shape {tuple(number.shape)}")
+
+    return check
+
+
 def check_target_weight(op: str, call: Any) -> None:
     target, target_weight = call.operands.target, call.target_weight
     if (target.dim() == 2) != (target_weight is not None):
@@ -238,6 +251,7 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
         for objective in RowObjective.named.values()
     },
     **{name: check_row(name) for name in TOKENS},
+    **{name: check_number(name) for name in ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale")},
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,
     GradGrads: check_grad_grads,

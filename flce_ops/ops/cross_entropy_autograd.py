@@ -95,7 +95,7 @@ def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
 
 def activated(u: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float, Tensor | None]:
     """z, dz/du and d2z/du2 (None for 0), differentiable."""
-    softcap, logit_scale = options
+    softcap, logit_scale = options.of(slice(None))
     scale = 1.0 if logit_scale is None else logit_scale
     if softcap is None:
         return scale * u, scale, None

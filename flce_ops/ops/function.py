@@ -35,6 +35,7 @@ NUMBERS = tuple(
     for group in (*GROUPS, *(objective.options_of for objective in RowObjective.named.values()))
     for name in numbers_of(group)
 )
+LOGIT_NUMBERS = {*numbers_of(LogitOptions), *numbers_of(KlDivOptions)} - {"beta"}
 CONSTANTS = ("denominator", "main_grad")
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
 
@@ -120,9 +121,15 @@ class OperatorFunction(Function):
         if info.batch_size == 0:
             refuse_hole("flce_ops", "empty vmap")
         per_token = {cls.arguments.index[name] for name in cls.per_token}
+        per_token |= {index for index in cls.of_logits() if of_tokens(args[index], in_dims[index])}
         if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
             return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
         return vmap_by_loop(cls, info.batch_size, in_dims, args)
+
+    @classmethod
+    def of_logits(cls) -> list[int]:
+        """The numbers that logits are made with, which are of tokens where each has a temperature."""
+        return [index for name, index in cls.arguments.index.items() if name in LOGIT_NUMBERS]
 
     @classmethod
     def kernel(cls, op: torch._ops.OpOverload) -> Callable:
@@ -187,6 +194,10 @@ def where_wanted(
     gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
 ) -> dict[str, Tensor | None]:
     return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
+
+
+def of_tokens(number: Any, batch_dim: int | None) -> bool:
+    return isinstance(number, Tensor) and number.dim() - (batch_dim is not None) == 1
 
 
 def vmap_by_tokens(function: type[OperatorFunction], batch: int, in_dims, args, per_token: set[int]):

@@ -17,6 +17,7 @@ HOLES = {
     # arguments that get no gradient
     "number": "{name} gets no gradient here; pass it detached",
     "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",
+    "temperature of tokens": "temperature of each token gets no gradient; pass temperature.detach()",
     "weight": "weight (class weights) gets no gradient; pass weight.detach()",
     "target": "target (class probabilities) gets no gradient; pass target.detach()",
     "target_weight": "target_weight gets no gradient; pass target_weight.detach()",

@@ -7,7 +7,7 @@ import torch
 from test_cuda_contract import captured
 
 import flce_ops
-from benchmarks.batch_invariance import ASKED, PROBLEMS, bits, callings, draw_pool, walk
+from benchmarks.batch_invariance import ASKED, PROBLEMS, bits, callings, draw_pool, input_gradients, walk
 from benchmarks.shapes import parse_shapes
 
 pytestmark = [
@@ -31,6 +31,33 @@ def test_bits_depend_on_the_token_alone(problem, asked):
     pool, ways = pool_of(problem)
     found = walk(pool, ways, (asked,))
     assert not {key: counts for key, counts in found.items() if counts.differ}
+
+
+@pytest.mark.parametrize("problem", range(len(PROBLEMS["cuda"])))
+def test_rows_of_grad_input_depend_on_the_token_alone_on_request(problem):
+    """batch_invariant=True, in calls of the same sizes, places, labels and workspaces."""
+    pool, ways = pool_of(problem)
+    found = walk(pool, ways, (input_gradients,))
+    assert not {key: counts for key, counts in found.items() if counts.differ}
+
+
+@pytest.mark.parametrize("count", [1, 100, 1408, 4096])
+def test_batch_invariant_gradients_are_no_worse(count):
+    (shape,) = parse_shapes("4096x512x50257")  # four ranges of classes, the last one short
+    pool = draw_pool(shape, torch.bfloat16, CUDA, SEED)
+    x, w, y = pool.input[:count], pool.linear_weight, pool.target[:count]
+
+    def gradients(dtype, **option):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, w)]
+        if option:
+            loss = flce_ops.linear_cross_entropy(*leaves, y, reduction="sum", **option)
+        else:
+            loss = torch.nn.functional.cross_entropy(leaves[0] @ leaves[1].T, y, reduction="sum")
+        return torch.autograd.grad(loss, leaves)
+
+    exact, plain = gradients(torch.float64), gradients(torch.bfloat16)
+    for ours, theirs, truth in zip(gradients(torch.bfloat16, batch_invariant=True), plain, exact, strict=True):
+        assert (ours - truth).norm() <= 1.05 * (theirs - truth).norm() + 1e-3 * truth.norm()
 
 
 def test_ten_million_tokens_are_drawn():

@@ -71,6 +71,14 @@ assert compiled.count("divergence_kernel") == 9 and compiled.count("finish_diver
 logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
 cross_entropy.launch_with_grad(logits, target, None, None, None, label_smoothing=0.1, z_loss=number)
 assert compiled[-1] == "rows_kernel"
+compiled.clear()
+KERNELS += "logits_gemm_kernel", "gather_tokens_kernel"
+at_temperatures = {"logit_scale": per_token, "softcap": per_token}
+one_pass(**at_temperatures)
+kl_div.launch_kl_div_with_grad(*models, per_token, kind="reverse", **at_temperatures, **every)
+cross_entropy.launch_with_grad(logits, target, None, None, None, **at_temperatures)
+for kernel in ("logits_gemm_kernel", "gather_tokens_kernel", "finish_rows_kernel", "divergence_kernel", "rows_kernel"):
+    assert kernel in compiled, (kernel, compiled)
 """
 
 

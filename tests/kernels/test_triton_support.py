@@ -71,6 +71,28 @@ def test_rows_and_gradients_are_those_of_aten_in_float64(
 
 @interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("names", [("logit_scale",), ("logit_scale", "softcap")], ids=str)
+def test_numbers_of_tokens_have_the_bits_of_one_number(names):
+    inputs, support = prepared((11, 37, 31), 5, torch.float16, True)
+    first = torch.arange(11) % 3 == 0
+    one, other = ({name: torch.tensor(4.0 / temperature) for name in names} for temperature in (0.5, 1.3))
+    of_tokens = {name: torch.where(first, one[name], other[name]) for name in names}
+    strided = {name: numbers.repeat_interleave(2)[::2] for name, numbers in of_tokens.items()}
+    grad = torch.randn(11)
+
+    def rows(options):
+        found = in_triton.launch_forward(*inputs.args, *support, **ASKED, **options)
+        gradients = in_triton.launch_backward(
+            grad, grad, None, *inputs.args, *support, found[8], found[1], **options, output_mask=[True, False, False]
+        )
+        return *found[:8], gradients[0].float().unbind(1)[0]
+
+    for ours, *alone in zip(rows(strided), rows(one), rows(other), strict=True):
+        assert torch.equal(ours, torch.where(first, *alone))
+
+
+@interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("classes", [slice(0, 0 + 13), slice(13, 31), slice(30, 31)], ids=str)
 def test_a_shard_has_its_own_classes(classes):
     inputs, support = prepared((11, 37, 31), 5, torch.float32, True, classes)
@@ -112,6 +134,8 @@ ids = torch.empty(512, 80, dtype=torch.int64, device="meta")
 options = {"softcap": 30.0, "temperature": 0.7, "entropy": True, "argmax": True, "return_metrics": ["mean_logit"]}
 head = {"function": flce_ops.linear_log_probs, "arch": 90, "support": ids}
 assert flce_ops.warmup(512, 1000, bias=True, **options, **head) > 10
+options["temperature"] = torch.empty(512, device="meta")
+assert flce_ops.warmup(512, 1000, bias=True, **options, **head) > 1
 """
 
 

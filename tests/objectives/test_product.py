@@ -103,10 +103,11 @@ BESIDE = {
 }
 # These options are no term of the formula: they change what is returned, or where gradients go.
 NO_TERM = {"return_metrics", "entropy", "argmax", "tail", "main_grad", "inplace_backward", "options"}
-NO_TERM |= {"gradient_class_order", *SparseGradient._fields}
+NO_TERM |= {"batch_invariant", "gradient_class_order", *SparseGradient._fields}
 # Combinations that have no effect, as documented: (option, a word of the cell or of the sink).
 INERT = {
     ("options", ""),  # chunk sizes for torch's own function
+    ("batch_invariant", ""),  # changes only kernels on a GPU
     ("inplace_backward", "made in backward"),
     ("inplace_backward", "sharded"),
     ("beta", "forward divergence"),  # only "jsd" has a mixture
@@ -193,6 +194,8 @@ def values(name: str, default: object, annotation: object) -> list:
             found.append(7 if part is int else 3.0 if default is None else default + 0.3)
         elif part is Tensor:
             found += [tensor_of(name), tensor_of(name)]
+            if name == "temperature":  # of each token; of all, which may be learnt
+                found.insert(0, torch.tensor(1.3).double().requires_grad_())
             if found[-1].is_floating_point():
                 found[-1].requires_grad_()
         elif get_origin(part) is tuple:  # ids and offsets

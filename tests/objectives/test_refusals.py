@@ -27,6 +27,7 @@ def arguments(features: tuple[str, ...]) -> dict:
         "main_grad": {"main_grad": torch.zeros(V, D)},
         "sparse gradient": {"gradient_threshold": 1e-3, "gradient_seed": torch.tensor(5)},
         "tiles": {"gradient_mode": "tiles"},
+        "batch_invariant": {"batch_invariant": True},
         "argmax": {"return_metrics": True},
         "metrics": {"return_metrics": ["lse"]},
         "z_loss": {"z_loss": 1e-3},

@@ -228,5 +228,6 @@ def test_schemas_are_the_contract():
         "Tensor? token_weight=None, Tensor? normalizer=None, Tensor? target_weight=None, "
         'Tensor? main_grad=None, float gradient_threshold=0., str gradient_mode="unbiased", '
         "Tensor? gradient_seed=None, "
-        'str gradient_sparse="both", Tensor? gradient_class_order=None) -> Tensor'
+        'str gradient_sparse="both", Tensor? gradient_class_order=None, Tensor? token_temperature=None, '
+        "bool batch_invariant=False) -> Tensor"
     )

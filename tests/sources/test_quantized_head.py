@@ -65,6 +65,7 @@ OPTIONS = {
     "mean": {},
     "none": {"reduction": "none"},
     "all numbers": {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.7, "temperature": 1.3},
+    "temperatures": {"temperature": 0.5 + torch.rand(N), "softcap": 5.0, "reduction": "none"},
     "class weights": {"weight": torch.linspace(0.5, 2.0, V)},
     "K classes": {"target_weight": torch.rand(N, 3)},
     "metrics": {"return_metrics": ["lse", "entropy", "argmax", "log_sum_sq_probs", "mean_logit", "token_accuracy"]},

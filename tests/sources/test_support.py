@@ -50,6 +50,16 @@ def test_rows_and_gradients_are_no_worse_than_dense_logits_with_a_mask(device, d
         assert error(found, truth[name]) <= 1.5 * error(plain[name], truth[name]) + 10 * torch.finfo(found.dtype).eps
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "logit_scale": 0.7}], ids=str)
+def test_each_token_may_have_a_temperature(device, dtype, options):
+    inputs, ids = draw(SHAPE, 9, dtype=dtype, bias=True, device=device)
+    temperature = 0.3 + 2.0 * torch.rand(SHAPE[0], device=device)
+    ours, plain, truth = compared(inputs, ids, {"temperature": temperature, **options})
+    for name, found in ours.items():
+        assert error(found, truth[name]) <= 1.5 * error(plain[name], truth[name]) + 10 * torch.finfo(found.dtype).eps
+
+
 @pytest.mark.parametrize("without", [0, 1, 2])  # every token has a support, none has, every other one
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_shape(device, shape, without):

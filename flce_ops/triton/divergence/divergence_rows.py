@@ -27,6 +27,7 @@ from ..gemm.logits_gemm import base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
 from ..gemm.tma import Matrix, load_tile, store_tile
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import number_of
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
 from .softmax_rows import Softmax, store_shift
@@ -48,12 +49,12 @@ class RowScale(NamedTuple):
     """The factors that multiply G."""
 
     row_scale: Tensor  # (N,)
-    logit_scale: Tensor | None  # ()
+    logit_scale: Tensor | None  # () or (N,)
     of_sums: Tensor | None = None  # (n,)
 
 
 @triton.jit
-def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V):
+def log_probabilities(softmax, rows, token, cols, row_mask, vocab_block, n, V, BY_TOKEN: tl.constexpr):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
     The log-probabilities are -inf after column V. Loads still run to the end of the padded row: rows are a multiple of
@@ -67,7 +68,8 @@ def log_probabilities(softmax, rows, cols, row_mask, vocab_block, n, V):
     low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
     dz_du = logits
     if softmax.softcap is not None:
-        logits, dz_du = base2_logits(logits, None, softmax, LogitOptions(number(softmax.softcap), 1.0))
+        softcap = number_of(softmax.softcap, token[:, None], row_mask[:, None], BY_TOKEN)
+        logits, dz_du = base2_logits(logits, None, softmax, LogitOptions(softcap, 1.0))  # type: ignore[arg-type]
     else:
         high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
@@ -85,6 +87,7 @@ def divergence_kernel(
     valid_tokens,  # ValidTokens
     n,
     V,
+    BY_TOKEN: tl.constexpr,  # softcap and logit_scale of the student's logits are (N,)
     OF_GIVEN_P: tl.constexpr,  # OF_ENTRY takes p instead of log p
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -101,9 +104,10 @@ def divergence_kernel(
         row_mask = rows < count
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
-        log2_q, dz_du = log_probabilities(student, rows, cols, row_mask, vocab_block, n, V)
+        log2_q, dz_du = log_probabilities(student, rows, token, cols, row_mask, vocab_block, n, V, BY_TOKEN)
         if distributions.teacher_probs is None:
-            log2_p, _ = log_probabilities(distributions.teacher, rows, cols, row_mask, vocab_block, n, V)
+            teacher = distributions.teacher
+            log2_p, _ = log_probabilities(teacher, rows, token, cols, row_mask, vocab_block, n, V, False)
         else:
             log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
             if not OF_GIVEN_P:
@@ -119,7 +123,8 @@ def divergence_kernel(
             row_number = 1.0
             if row_number_ptr is not None:
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * number(scale.logit_scale)
+            logit_scale = number_of(scale.logit_scale, token, row_mask, BY_TOKEN)
+            factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
             if scale.of_sums is not None:
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
             # an infinite factor would give inf of both signs in one row, and 0 * inf
@@ -271,6 +276,7 @@ class Rows:
             scale,
             self.valid_tokens,
             *logits.shape,
+            BY_TOKEN=LogitOptions(student.softcap, None if scale is None else scale.logit_scale).by_token,
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,

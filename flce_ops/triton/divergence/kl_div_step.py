@@ -21,18 +21,18 @@ import triton
 from torch import Tensor
 
 from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ...math.options import LogitOptions
 from ...objectives.divergence import DIVERGENCES
 from ...support.exchange import all_reduce
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.input_gradient import Finish
-from ..gemm.split_k import float32_memory
+from ..gemm.split_k import RANGE_BYTES, float32_memory, products_of_ranges, room_for_products
 from ..gemm.tile_sums import launch_max_and_sum
 from ..gemm.tma import matrix_of
 from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.valid_tokens import ValidTokens, room_for_rows
+from ..steps.chunks import MULTIPLE, slices
 from ..steps.gradients import Gradients
 from .divergence_rows import Distributions, RowResults, Rows, RowScale
 from .kl_div_chunking import (
@@ -153,14 +153,12 @@ class KlDivStep:
     ) -> tuple[Distributions, Tensor]:
         """Returns the distributions of a block, and (s, T, n) memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]
-        logit_options = LogitOptions(options.softcap, options.logit_scale)
-        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, logit_options)]
+        models = [Linear(tokens, operands.linear_weight, operands.linear_bias, options.student)]
         matrices, shifts = [logits], None if known is None else known[:2]
         if operands.teacher_input is not None:
             teacher_tokens = self.teacher_tokens(logits)
             launch_copy_rows(operands.teacher_input, teacher_tokens, valid_tokens)
-            teacher_options = LogitOptions(options.teacher_softcap, options.teacher_logit_scale)
-            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, teacher_options))
+            models.append(Linear(teacher_tokens, operands.teacher_weight, operands.teacher_bias, options.teacher))
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
             matrices.append(matrix(last_rows, n, self.classes))
         matrices_of_tiles = len(models) + DIVERGENCES[options.kind].sums
@@ -207,9 +205,16 @@ class KlDivStep:
         columns = slice(0, self.classes)
         memory = self.product_memory(chunk)
         out, linear_weight = self.grad_input[chunk], self.operands.linear_weight
-        product = self.backend.input_gradient(out, linear_weight, Finish(), valid_tokens, [columns], memory)
-        product.add(columns, gradient)
-        product.close()
+        by_ranges, products = self.options.batch_invariant, 0
+        if by_ranges:
+            products = products_of_ranges(self.classes)
+            memory = memory if memory.shape[0] >= RANGE_BYTES // 8 else memory.new_empty(RANGE_BYTES // 4)
+        at_once, memory = room_for_products(memory, out, products, MULTIPLE)
+        for rows in slices(out.shape[0], at_once):
+            of_gemm = out[rows], linear_weight, Finish(), valid_tokens.of(rows), [columns], memory
+            product = self.backend.input_gradient(*of_gemm, by_ranges=by_ranges)
+            product.add(columns, gradient[rows])
+            product.close()
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32 memory: that of the teacher's logits, of later rows of grad_input, or a new buffer."""

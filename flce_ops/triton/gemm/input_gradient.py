@@ -23,7 +23,7 @@ from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
 from .device import input_tiles_for, multiprocessors
-from .split_k import splits_of
+from .split_k import splits_of, steps_of_range
 from .tma import descriptors, fits_tma, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
@@ -91,12 +91,16 @@ def input_gradient_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
+    STEPS: tl.constexpr,  # of a range, where V is split in these; else 0
 ):
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     tiles = row_blocks * tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(v, BLOCK_K)
-    splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    if STEPS > 0:
+        splits = tl.cdiv(depth_of_splits, STEPS)
+    else:
+        splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
     for item in tl.range(tl.program_id(0), tiles * splits, PROGRAMS):
         split = item // tiles
         tile = item % tiles
@@ -108,7 +112,10 @@ def input_gradient_kernel(
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         total = number_of_steps(live, row_start, depth, BLOCK_K)
-        steps = tl.cdiv(total, splits)
+        if STEPS > 0:
+            steps = STEPS
+        else:
+            steps = tl.cdiv(total, splits)
         step = step_at(live, row_start, min(split * steps, total), BLOCK_K)
         for k in range(split * steps, min(split * steps + steps, total)):
             if live.number is None:
@@ -149,12 +156,16 @@ def finish_product_kernel(
     BLOCK_M: tl.constexpr,  # these three describe the GEMM's tiles
     BLOCK_N: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Adds the splits and finishes the sum."""
     count = valid_rows(valid_tokens, n)
-    splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    if STEPS > 0:
+        splits = tl.cdiv(depth_of_splits, STEPS)
+    else:
+        splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     col_mask = cols < D
     end = count
@@ -183,6 +194,7 @@ class InputGradient:
     columns: list[slice]  # of the slices
     product: Tensor  # flat float32 memory; of several slices it has to hold (n, D) numbers
     live: Steps = EVERY_STEP  # of one slice
+    by_ranges: bool = False  # V is split in ranges, whose products are added in order: one slice, or one a range
 
     def __post_init__(self) -> None:
         self.whole = len(self.columns) == 1
@@ -192,6 +204,9 @@ class InputGradient:
         self.tiles = input_tiles_for(self.linear_weight, live=self.live.number is not None)
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
         self.numbers = min(self.product.shape[0], 2**31 - 1)
+        self.steps = steps_of_range(self.tiles) if self.by_ranges else 0
+        if self.by_ranges and self.whole and self.depth > self.steps:
+            assert self.product.shape[0] >= triton.cdiv(self.depth, self.steps) * self.out.numel()
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
         tiles, classes = self.tiles, self.linear_weight[columns]
@@ -217,13 +232,14 @@ class InputGradient:
             FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
             PROGRAMS=self.programs,
+            STEPS=self.steps,
             **tiles.options,
         )
 
     def close(self) -> None:
         n, hidden = self.out.shape
-        if self.whole and self.numbers < 2 * hidden:
-            return  # there is no room for a second split, whatever the count is
+        if self.whole and (0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden)):
+            return  # there is one split, whatever the count is
         rows, columns = 8, 256
         # About 16 programs a multiprocessor. With one program for each block of 4096x4096, returning took 9 us when no
         # token is valid.
@@ -242,6 +258,7 @@ class InputGradient:
             BLOCK_M=self.tiles.block_m,
             BLOCK_N=self.tiles.block_n,
             PROGRAMS=self.programs,
+            STEPS=self.steps,
             ROWS=rows,
             COLUMNS=columns,
             num_warps=4,

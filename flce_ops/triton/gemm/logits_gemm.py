@@ -30,9 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...objectives.in_triton import number
 from ..divergence.fixed_point import to_fixed_point
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
@@ -51,16 +51,11 @@ LARGEST_SUM = tl.constexpr(2.0**60)
 
 
 @triton.jit
-def loaded(logit_options):
-    """LogitOptions with numbers in place of pointers, 1 in place of None, which Triton 3.6 cannot return."""
-    return LogitOptions(number(logit_options.softcap), number(logit_options.logit_scale))
-
-
-@triton.jit
 def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
     """(z UNIT, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
 
-    `logit_options` says which options there are. `numbers` are these options, loaded.
+    `logit_options`, LogitOptions or LogitNumbers, says which options there are. `numbers` are these options, loaded:
+    scalars, or numbers of rows that broadcast.
     """
     logit_scale, softcap = numbers.logit_scale, numbers.softcap
     if bias is not None:
@@ -100,7 +95,7 @@ def logits_gemm_kernel(
     linear_weight,  # (V, D): likewise
     out,  # (n, V): likewise, out; None where nothing is stored
     bias_ptr,  # (V,) or None
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
     pair_input_ptr,  # (n, r): tensor descriptor with USE_TMA, else a pointer; None without a pair
     pair_weight_ptr,  # (V, r)
@@ -126,7 +121,8 @@ def logits_gemm_kernel(
     FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair, contiguous; 0 without one
 ):
-    numbers = loaded(logit_options)
+    if logit_numbers.by_token is None:
+        numbers = loaded(logit_numbers, None, None)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
@@ -166,11 +162,16 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, logit_options, numbers)
+        if logit_numbers.by_token is not None:
+            token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
+            numbers_of_rows = loaded(logit_numbers, token[:, None], row_mask[:, None])
+        else:
+            numbers_of_rows = numbers
+        z, dz_du = base2_logits(acc, bias, logit_numbers, numbers_of_rows)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if out is not None:
             if BEFORE_SOFTCAP:
-                result = (acc if bias is None else acc + bias) * numbers.logit_scale
+                result = (acc if bias is None else acc + bias) * numbers_of_rows.logit_scale
             elif FIXED_POINT:
                 result = to_fixed_point(result)
             elif SLOPED:
@@ -221,7 +222,7 @@ def launch_logits_gemm(
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],
         linear_bias,
-        logit_options,
+        numbers_in_kernel(logit_options),
         epilogue,
         *matrices[3:],
         pair.class_scale,

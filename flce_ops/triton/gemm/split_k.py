@@ -5,6 +5,9 @@ ranges, whose products wait in float32 memory until they are added. For example,
 tiles, 1.33 waves of 132 programs; three splits make 528 tiles, 4 waves of a third of the length. The device chooses the
 best S that the memory allows, since only the device knows how many tokens are valid.
 
+Bits that depend on no other token (batch_invariant) need another rule, as S follows from their number: ranges of RANGE
+classes, whose products are added in their order, in the kernel behind the GEMM or one after another in memory.
+
                                                H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
 """
 
@@ -15,8 +18,10 @@ from torch import Tensor
 
 from .tiles import Tiles
 
-# D hidden
+# D hidden, V vocabulary
 
+RANGE = 16384  # classes: 8 of 128256 make the tiles of 512 tokens of 4096 features fill 132 programs evenly
+RANGE_BYTES = 64 << 20  # of their products; where these are more, rows take turns
 MOST_SPLITS = tl.constexpr(16)
 TILE_OVERHEAD = tl.constexpr(8)  # the cost of filling the pipeline and storing a tile, in main-loop steps
 
@@ -40,6 +45,31 @@ def steps_and_splits(rows: int, hidden: int, depth: int, numbers: int, programs:
         (triton.cdiv(count * splits, programs) * (triton.cdiv(depth, splits) + TILE_OVERHEAD.value), splits)
         for splits in range(1, most + 1)
     )
+
+
+def ranges_of(num_classes: int) -> int:
+    return triton.cdiv(num_classes, RANGE)
+
+
+def products_of_ranges(num_classes: int) -> int:
+    """That wait in memory: that of one range is finished where it is made."""
+    ranges = ranges_of(num_classes)
+    return ranges if ranges > 1 else 0
+
+
+def steps_of_range(tiles: Tiles) -> int:
+    """Of its main loop."""
+    return RANGE // tiles.block_k
+
+
+def room_for_products(product: Tensor, out: Tensor, products: int, multiple: int) -> tuple[int, Tensor]:
+    """How many rows of `out` have their float32 products in `product`, or in memory in its place; all if none waits."""
+    rows, of_row = out.shape[0], products * out.shape[1]
+    if not of_row:
+        return rows, product
+    if product.shape[0] < multiple * of_row:
+        product = torch.empty(multiple * of_row, dtype=torch.float32, device=product.device)
+    return product.shape[0] // of_row // multiple * multiple, product
 
 
 def float32_memory(tensor: Tensor) -> Tensor:

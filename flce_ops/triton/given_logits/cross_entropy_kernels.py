@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objectives.in_triton import LN2
-from ..gemm.logits_gemm import loaded
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import loaded
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
 from .logit_gradient import Slopes, finish_gradient, out_of, store_gradient
@@ -85,7 +85,7 @@ def rows_kernel(
     class_weight_ptr,  # (V,) float32
     objective,  # None without a loss
     d_sum,  # the loss's derivative by the logit sum; None without a loss
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     ignore_index,
     later,  # the number of rows in flight: row i + later is prefetched
     N,
@@ -103,9 +103,9 @@ def rows_kernel(
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
     i = tl.program_id(0)
-    scores = Scores(logit_options, loaded(logit_options), class_weight_ptr)
-    logit_scale = scores.numbers.logit_scale
     valid, column = target_of(target_ptr, i, ignore_index, V)
+    scores = Scores(logit_numbers, loaded(logit_numbers, i, valid), class_weight_ptr)
+    logit_scale = scores.numbers.logit_scale
     row = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row.pointer + row.head, 16)
     last = row.groups // BLOCK_G

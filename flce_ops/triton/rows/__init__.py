@@ -3,6 +3,7 @@
 valid_tokens.py          the valid tokens and their number, on the device; whether one chunk suffices for them
 copy_rows.py             copies rows of valid tokens side by side; moves gradient rows back to their tokens
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
+logit_numbers.py         loads logit_scale and softcap: one for all rows, or one for each token
 topk.py                  the K classes of a token: equal classes; the largest entry
 finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
 row_statistics.py        entropy and other statistics of rows

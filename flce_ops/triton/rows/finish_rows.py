@@ -19,12 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...math.options import LogitOptions
 from ...math.reduction import Reduction
 from ...math.shards import lse_of_shards
-from ...objectives.in_triton import LN2, number
+from ...objectives.in_triton import LN2
 from ...objectives.row import RowNumbers, RowObjective
 from ..launch.replay import Kernel
 from ..steps.exponentials import RowSums
+from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .two_sum import surprisal_in_nats
@@ -133,7 +135,7 @@ def finish_rows_kernel(
     finished,  # FinishedRows, out
     n,
     objective,  # RowNumbers, with tensors as pointers
-    logit_scale_ptr,  # ()
+    logit_numbers,  # LogitNumbers
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -212,7 +214,8 @@ def finish_rows_kernel(
         scaled = tl.where(scaled == scaled, row_scale * divisor, scaled)
         if BOUNDED:
             scaled = tl.where(divisor == 0.0, 0.0, scaled)
-    row_factor = scaled * number(logit_scale_ptr) / row_sum
+    logit_scale = scale_of(logit_numbers, token, mask)
+    row_factor = scaled * logit_scale / row_sum
     divisor = tl.where((divisor == 0.0) & (size == 0.0), 1.0, divisor)
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
@@ -268,7 +271,7 @@ def launch_finish_rows(
     objective: RowObjective,
     dtype: torch.dtype,  # dtype of E
     *,
-    logit_scale: Tensor | None,  # ()
+    logit_options: LogitOptions,
     gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
@@ -294,7 +297,7 @@ def launch_finish_rows(
         finished,
         n,
         in_kernel(objective),
-        logit_scale,
+        numbers_in_kernel(logit_options),
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,

@@ -34,10 +34,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm.epilogues import ReferenceClass
-from ..gemm.logits_gemm import base2_logits, loaded
+from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
+from .logit_numbers import loaded, numbers_in_kernel
 from .smoothing import ClassSum
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
@@ -74,7 +75,7 @@ def gather_tokens_kernel(
     weight_stride,  # (between classes, between features)
     stride_rows_n,
     vocab_start,
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     BLOCK_D: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair
 ):
@@ -111,19 +112,19 @@ def gather_tokens_kernel(
         bias = None
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
-        numbers = loaded(logit_options)
-        z2, dz_du = base2_logits(product, bias, logit_options, numbers)
+        numbers = loaded(logit_numbers, token, token >= 0)
+        z2, dz_du = base2_logits(product, bias, logit_numbers, numbers)
         tl.store(at_target.logit + row, z2)
         tl.store(at_target.reference + row, z2)
         if pair.class_scale is not None:
             tl.store(at_target.dz_du + row, class_scale)
-        elif logit_options.softcap is not None:
+        elif logit_numbers.softcap is not None:
             tl.store(at_target.dz_du + row, dz_du)
         if at_target.logit_sum is not None:
             bias_sum = None
             if class_sum.bias is not None:
                 bias_sum = tl.load(class_sum.bias)
-            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_options, numbers)
+            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_numbers, numbers)
             tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
@@ -146,7 +147,7 @@ def topk_logits_kernel(
     stride_rows_n,
     vocab_start,
     ignore_index,
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -156,7 +157,7 @@ def topk_logits_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
-        numbers = loaded(logit_options)
+        numbers = loaded(logit_numbers, token, token >= 0)
         for start in range(0, TOPK, BLOCK_TOPK):
             k = start + tl.arange(0, BLOCK_TOPK)
             inside = k < TOPK
@@ -172,11 +173,11 @@ def topk_logits_kernel(
             bias = None
             if operands.linear_bias is not None:
                 bias = tl.load(operands.linear_bias + column, mask=hit, other=0.0).to(tl.float32)
-            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_options, numbers)
+            z2, dz_du = base2_logits(tl.sum(acc, 1), bias, logit_numbers, numbers)
             place = row.to(tl.int64) * TOPK + k
             tl.store(at_target.logit + place, tl.where(hit, z2, 0.0), mask=inside)
             tl.store(at_target.column + place, tl.where(hit, column, -1), mask=inside)
-            if logit_options.softcap is not None:
+            if logit_numbers.softcap is not None:
                 tl.store(at_target.dz_du + place, dz_du, mask=inside)
             here = tl.where(hit, z2, float("-inf"))
             of_topk = tl.max(here, 0)
@@ -222,7 +223,7 @@ def launch_gather_targets(
         linear_weight.stride(),
         rows.stride(0),
         vocab_start,
-        logit_options,
+        numbers_in_kernel(logit_options),
         BLOCK_D=block_d,
         RANK=pair.rank,
         num_warps=4,
@@ -248,7 +249,7 @@ def launch_gather_targets(
         rows.stride(0),
         vocab_start,
         call.ignore_index,
-        logit_options,
+        numbers_in_kernel(logit_options),
         TOPK=target.shape[1],
         BLOCK_TOPK=BLOCK_TOPK,
         BLOCK_D=block_d,

@@ -22,11 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...objectives.in_triton import number
+from ...math.options import LogitOptions
 from ..gemm.epilogues import Gradient
 from ..gemm.logits_gemm import LOG2E
 from ..launch.replay import Kernel
 from .gather_tokens import AtTarget
+from .logit_numbers import numbers_in_kernel, scale_of
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
@@ -61,7 +62,7 @@ def gradient_factors_kernel(
     rows,  # Gradient, out, its class weights apart
     entry_ptr,  # (n,) out, G at the target; None for a soft target
     residual_ptr,  # (n,) out, what rounding it takes
-    logit_scale_ptr,  # ()
+    logit_numbers,  # LogitNumbers
     valid_tokens,  # ValidTokens
     n,
     HALF: tl.constexpr,  # dtype of G
@@ -70,7 +71,7 @@ def gradient_factors_kernel(
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    scale = number(logit_scale_ptr)
+    scale = scale_of(logit_numbers, token, mask)
 
     lse = of_tokens(tokens.lse, token, mask)
     lse64 = lse.to(tl.float64)
@@ -128,7 +129,7 @@ def topk_entries_kernel(
     entry_ptr,  # (n, K) out, float32
     residual_ptr,  # (n,) out, what rounding takes from the largest entry
     largest_ptr,  # (n,) out, int64, the column of the largest entry
-    logit_scale_ptr,  # ()
+    logit_numbers,  # LogitNumbers
     valid_tokens,  # ValidTokens
     HALF: tl.constexpr,  # dtype of G
     TOPK: tl.constexpr,
@@ -138,7 +139,7 @@ def topk_entries_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         of_row = row.to(tl.int64) * TOPK
         lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
-        scale = number(logit_scale_ptr)
+        scale = scale_of(logit_numbers, tl.load(valid_tokens.order + row), row >= 0)
         size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
         column_of_largest = tl.full((), -1, tl.int64)
         for start in range(0, TOPK, BLOCK_TOPK):
@@ -175,7 +176,7 @@ def launch_gradient_factors(
     dtype: torch.dtype,  # of G
     valid_tokens: ValidTokens,
     *,
-    logit_scale: Tensor | None,  # ()
+    logit_options: LogitOptions,
 ) -> tuple[Gradient, Tensor, Tensor, Tensor]:
     """Returns the epilogue's operands, G at the target in float32, what rounding takes from it, and its column.
 
@@ -198,7 +199,7 @@ def launch_gradient_factors(
         rows,
         None if topk else entry,
         residual,
-        logit_scale,
+        numbers_in_kernel(logit_options),
         valid_tokens,
         n,
         HALF=half,
@@ -214,7 +215,7 @@ def launch_gradient_factors(
             entry,
             residual,
             largest,
-            logit_scale,
+            numbers_in_kernel(logit_options),
             valid_tokens,
             HALF=half,
             TOPK=column.shape[1],

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...math.options import Operands
+from ...math.options import LogitOptions, Operands
 from ...math.reduction import Reduction
-from ...objectives.in_triton import number
 from ..launch.replay import Kernel
 from .column_sums import weighted_column_sum
+from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .valid_tokens import ValidTokens
 
@@ -48,13 +48,14 @@ def logit_sum_slopes_kernel(
     out_ptr,  # (N,) out: m, in the order of the valid tokens, with zeros after them
     N,
     d_sum,  # the derivative of a loss by its logit sum
-    logit_scale_ptr,  # ()
+    logit_numbers,  # LogitNumbers
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(valid_tokens.total)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    slopes = scale_of_rows(reduction, valid_tokens, token, mask) * (d_sum * number(logit_scale_ptr))
+    logit_scale = scale_of(logit_numbers, token, mask)
+    slopes = scale_of_rows(reduction, valid_tokens, token, mask) * (d_sum * logit_scale)
     tl.store(out_ptr + i, tl.where(mask, slopes, 0.0), mask=i < N)
 
 
@@ -66,7 +67,7 @@ class SmoothingTerms:
         valid_tokens: ValidTokens,
         reduction: Reduction,
         d_sum: float,  # the derivative of a loss by its logit sum
-        logit_scale: Tensor | None,  # ()
+        logit_options: LogitOptions,
     ) -> None:
         self.input, self.valid_tokens, self.class_weight = operands.input, valid_tokens, class_weight
         bias, tokens = operands.linear_bias, operands.input.shape[0]
@@ -76,7 +77,14 @@ class SmoothingTerms:
         )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
         logit_sum_slopes_kernel[(triton.cdiv(tokens, 1024),)](
-            valid_tokens, reduction, self.slopes, tokens, d_sum, logit_scale, BLOCK=1024, num_warps=4
+            valid_tokens,
+            reduction,
+            self.slopes,
+            tokens,
+            d_sum,
+            numbers_in_kernel(logit_options),
+            BLOCK=1024,
+            num_warps=4,
         )
 
     def input_terms(self, valid_tokens: ValidTokens) -> tuple[Tensor, Tensor]:

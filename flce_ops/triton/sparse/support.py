@@ -27,9 +27,10 @@ from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
 from ...support.path import record_run
 from ...support.target_range import assert_in_range, in_range
-from ..gemm.logits_gemm import base2_logits, loaded
+from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
+from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.two_sum import in_two_float32
 from ..steps.chunks import contiguous
 from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
@@ -75,11 +76,10 @@ def support_products_kernel(
 
 
 @triton.jit
-def logits_in_nats(product, logit_options):
-    """z, and dz/du."""
-    numbers = loaded(logit_options)
-    z, slope = base2_logits(product, None, logit_options, numbers, 1.0)
-    if logit_options.softcap is None:
+def logits_in_nats(product, logit_numbers, numbers):
+    """z, and dz/du; `numbers` are the token's."""
+    z, slope = base2_logits(product, None, logit_numbers, numbers, 1.0)
+    if logit_numbers.softcap is None:
         slope = tl.full(product.shape, 1.0, tl.float32)
     return z, slope * numbers.logit_scale
 
@@ -90,7 +90,7 @@ def support_rows_kernel(
     support,  # Support
     products_ptr,  # (E,)
     results,  # eight of (N,), out; None for those not asked for
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     V,  # classes here
     vocab_start,
     BLOCK: tl.constexpr,
@@ -99,6 +99,7 @@ def support_rows_kernel(
     target_logit_out, lse_out, expected_out, max_logit_out, argmax_out, squares_out, mean_out, lse_rest_out = results
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    numbers = loaded(logit_numbers, token, token >= 0)
     size = tl.load(support.sizes + token)
     target = tl.load(operands.target + token).to(tl.int64) - vocab_start
     largest, first_largest = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int64)
@@ -108,7 +109,7 @@ def support_rows_kernel(
         place = first + tl.arange(0, BLOCK)
         here = place < end
         column = tl.load(support.classes + place, mask=here, other=-1)
-        z, _ = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_options)
+        z, _ = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_numbers, numbers)
         z = tl.where(here, z, float("-inf"))
         of_block = tl.max(z, 0)
         column_of_block = tl.min(tl.where(here & (z == of_block), column, V), 0)
@@ -127,7 +128,7 @@ def support_rows_kernel(
     for first in range(begin, end, BLOCK):
         place = first + tl.arange(0, BLOCK)
         here = place < end
-        z, _ = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_options)
+        z, _ = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_numbers, numbers)
         exponential = tl.where(here, tl.exp(z - reference), 0.0)
         total += exponential
         moment += tl.where(exponential > 0.0, exponential * (z - reference), 0.0)
@@ -154,7 +155,7 @@ def support_rows_kernel(
 @takes(SupportForward)
 def launch_forward(call: SupportForward) -> meta.Outputs:
     results = meta.outputs(call)
-    call.operands = call.operands._replace(**vectors(call))
+    call.operands, call.logits = call.operands._replace(**vectors(call)), call.logits.contiguous()
     input, linear_weight, target, _ = call.operands
     tokens, hidden = input.shape
     num_classes = linear_weight.shape[0]
@@ -179,7 +180,7 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
             call.support,
             products,
             wanted,
-            call.logits,
+            numbers_in_kernel(call.logits),
             num_classes,
             call.vocab_start,
             BLOCK=NUMBERS,
@@ -205,7 +206,7 @@ def support_gradient_kernel(
     products_ptr,  # (E,)
     rows,  # five of (N,): lse, what its rounding took, expected log p; cotangents of lse and of that; None for none
     grad_target_ptr,  # (N,), or None
-    logit_options,  # LogitOptions
+    logit_numbers,  # LogitNumbers
     grad_ptr,  # (E,) out
     entries_ptr,  # (E,) int64, out: the same above the class
     vocab_start,
@@ -215,6 +216,7 @@ def support_gradient_kernel(
     lse_ptr, lse_rest_ptr, expected_ptr, grad_lse_ptr, grad_expected_ptr = rows
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    numbers = loaded(logit_numbers, token, token >= 0)
     target = tl.load(target_ptr + token).to(tl.int64) - vocab_start
     lse = tl.load(lse_ptr + token)
     share = tl.full((), 1.0, tl.float32)
@@ -235,7 +237,7 @@ def support_gradient_kernel(
         place = first + tl.arange(0, BLOCK)
         here = place < end
         column = tl.load(support.classes + place, mask=here, other=-1)
-        z, slope = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_options)
+        z, slope = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_numbers, numbers)
         p = tl.exp(z - lse) * share
         grad = p * factor
         if grad_expected_ptr is not None:
@@ -250,7 +252,7 @@ def support_gradient_kernel(
 @takes(SupportBackward)
 def launch_backward(call: SupportBackward) -> meta.Gradients:
     results, add = gradients_of_all_classes(call)
-    call.operands = call.operands._replace(**vectors(call))
+    call.operands, call.logits = call.operands._replace(**vectors(call)), call.logits.contiguous()
     input, linear_weight, *_ = call.operands
     grad = call.products.new_empty(call.products.shape)
     entries = torch.empty_like(call.support.classes)
@@ -269,7 +271,7 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
             call.products,
             rows[:5],
             rows[5],
-            call.logits,
+            numbers_in_kernel(call.logits),
             grad,
             entries,
             call.vocab_start,

@@ -30,6 +30,7 @@ from ..gemm.device import tiles_for, weight_tiles_for
 from ..gemm.epilogues import Gradient
 from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
+from ..gemm.split_k import RANGE, products_of_ranges
 from ..gemm.weight_gradient import WeightGradient, sum_bytes
 from ..launch.replay import repeated
 from ..rows.column_sums import weighted_column_sum
@@ -76,6 +77,7 @@ def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
 def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     input, linear_weight = call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
+    call.logits = call.logits.contiguous()
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
         call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
@@ -114,9 +116,8 @@ def run_backward(
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
     size, count = input.dtype.itemsize, valid_tokens.order.shape[0]
     beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
-    row_slices, column_slices = gradient_slices(
-        count, hidden, num_classes, size, beside, want_input=grad_input is not None
-    )
+    cut = slices_of_ranges if call.batch_invariant else gradient_slices
+    row_slices, column_slices = cut(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
@@ -130,13 +131,15 @@ def run_backward(
         numbers = most_rows * hidden
         left = matrix_bytes(count) - memory.numel() * size - beside * (len(row_slices) > 1)
         splits = product_splits(numbers, len(column_slices), left)
+        if call.batch_invariant:
+            splits = 1 if len(column_slices) > 1 else products_of_ranges(num_classes)
         product = torch.empty(splits * numbers, dtype=torch.float32, device=input.device)
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
         at_target = launch_gather_targets(call, here, rows)
         factors, entry, residual, largest = launch_gradient_factors(
-            known, at_target, class_weight, input.dtype, here, logit_scale=logit_options.logit_scale
+            known, at_target, class_weight, input.dtype, here, logit_options=logit_options
         )
         column, quantized, input_gradient = at_target.column, None, None
         if call.retained is not None:
@@ -144,7 +147,7 @@ def run_backward(
         if grad_input is not None:
             finish = Finish(None, largest, residual)
             operands_of_gemm = grad_input[chunk], linear_weight, finish, here, column_slices, product
-            input_gradient = backend.input_gradient(*operands_of_gemm)
+            input_gradient = backend.input_gradient(*operands_of_gemm, by_ranges=call.batch_invariant)
         for cols in column_slices:
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
@@ -208,6 +211,21 @@ def gradient_slices(
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
     # slices are whole tiles: a tile has one maximum of saved logits
     return row_slices, slices(num_classes, most_columns, BLOCK_V)
+
+
+def slices_of_ranges(
+    rows: int, hidden: int, num_classes: int, itemsize: int, beside: int, *, want_input: bool
+) -> tuple[list[slice], list[slice]]:
+    """All classes at once where they fit with the products of their ranges, else a range at a time: the same bits."""
+    products = products_of_ranges(num_classes) if want_input else 0
+    row_bytes = padded(num_classes, itemsize) * itemsize + hidden * (4 * products if want_input else itemsize)
+    if rows * row_bytes <= matrix_bytes(rows) or not products:
+        most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
+        return slices(rows, min(most, rows)), [slice(0, num_classes)]
+    row_bytes = RANGE * itemsize + 4 * hidden
+    most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
+    columns = [slice(start, min(start + RANGE, num_classes)) for start in range(0, num_classes, RANGE)]
+    return slices(rows, min(most, rows)), columns
 
 
 def product_splits(numbers: int, column_slices: int, left: int) -> int:

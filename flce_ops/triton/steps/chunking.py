@@ -54,9 +54,21 @@ class Chunking:
 
 
 def chunk_tokens(
-    input: Tensor, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool = False, sum_pairs: int = 0
+    input: Tensor,
+    linear_weight: Tensor,
+    output_mask: list[bool],
+    *,
+    smoothed: bool = False,
+    sum_pairs: int = 0,
+    batch_invariant: bool = False,
 ) -> Chunking:
-    return best_chunking(problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, sum_pairs=sum_pairs))
+    problem = problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, sum_pairs=sum_pairs)
+    return best_chunking(invariant(problem) if batch_invariant else problem)
+
+
+def invariant(problem: Problem) -> Problem:
+    """With rows of grad_input by themselves: recomputed, or of several slices of V, they would have other bits."""
+    return problem._replace(batch_invariant=True, recompute_below=0)
 
 
 def problem_of(
@@ -129,6 +141,7 @@ def recomputes(problem: Problem) -> bool:
 OVERLAY = (
     Condition("more tokens than a chunk holds", lambda problem: problem.fitting() < problem.tokens),
     Condition("a gradient of linear_weight", lambda problem: problem.want_weight),
+    Condition("no batch_invariant", lambda problem: not problem.batch_invariant),
 )
 SAVES_STEPS = Condition("a larger chunk that saves steps", lambda problem: fewest_steps(problem)[0] is not None)
 # an overlay chunk would add label smoothing's term for all tokens, the recomputed ones included

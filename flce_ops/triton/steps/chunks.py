@@ -10,7 +10,7 @@ from ...meta.call import Arguments
 from ...support.path import record_run
 from ...support.workspace import get_workspace, matrix_bytes
 from ..gemm.device import tiles_for
-from ..gemm.split_k import MOST_SPLITS, steps_and_splits
+from ..gemm.split_k import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
 from ..gemm.tiles import Tiles
 from ..gemm.tma import fits_tma
 from ..gemm.weight_gradient import sum_bytes
@@ -79,6 +79,12 @@ class Problem(NamedTuple):
     programs: int
     tiles: Tiles  # tiles of the input gradient's GEMM
     weight_tiles: Tiles
+    batch_invariant: bool = False
+
+    def range_bytes(self) -> int:
+        """Of the products of ranges of V."""
+        several = self.batch_invariant and self.want_input and ranges_of(self.vocab) > 1
+        return min(RANGE_BYTES, self.workspace // 8) if several else 0
 
     def sum_bytes(self) -> int:
         """Extra bytes if grad_linear_weight is a sum over several chunks."""
@@ -86,7 +92,8 @@ class Problem(NamedTuple):
 
     def fitting(self) -> int:
         """How many rows fit in a chunk."""
-        reserved = small_bytes() * self.sum_pairs  # room for numbers a row and tile beyond the two of every step
+        reserved = self.range_bytes()
+        reserved += small_bytes() * self.sum_pairs  # room for numbers a row and tile beyond the two of every step
         # grad_input, if wanted, holds the gathered tokens
         row_bytes = 0 if self.want_input else self.hidden * self.itemsize
         fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)
@@ -96,14 +103,18 @@ class Problem(NamedTuple):
 
     def product_bytes(self, rows: int) -> int:
         """Bytes for the products of chunks of `rows` rows: what the chunks leave free, but no more than is useful."""
-        if not self.want_input:
-            return 0
+        if not self.want_input or self.batch_invariant:
+            return self.range_bytes()
         room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
         _, parts = self.input_steps(rows, room // 4)
         return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), SPLITS_OF_FEW * min(rows, MULTIPLE)))
 
     def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
         depth = triton.cdiv(self.vocab, self.tiles.block_k)
+        if self.batch_invariant:
+            ranges, tiles = ranges_of(self.vocab), self.tiles
+            items = triton.cdiv(rows, tiles.block_m) * triton.cdiv(self.hidden, tiles.block_n) * ranges
+            return triton.cdiv(items, self.programs) * (triton.cdiv(depth, ranges) + TILE_OVERHEAD.value), ranges
         return steps_and_splits(rows, self.hidden, depth, numbers, self.programs, self.tiles)
 
     def steps(self, rows: int, numbers: int) -> float:

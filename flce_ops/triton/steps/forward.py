@@ -113,6 +113,7 @@ def launch_forward(call: Forward) -> meta.Outputs:
         )
     outputs = meta.outputs(call)
     input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
+    call.logits = call.logits.contiguous()
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
         chunks = repeated(forward_step, call, in_range, outputs)

@@ -24,7 +24,7 @@ from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
 from ..gemm.backends import backend_for
 from ..gemm.input_gradient import ClassSlices, Finish
-from ..gemm.split_k import float32_memory
+from ..gemm.split_k import float32_memory, products_of_ranges, room_for_products
 from ..gemm.tma import NO_OUTER
 from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
@@ -76,6 +76,7 @@ class OnePassStep:
         self.operands: Operands = self.call.operands
         self.tokens = self.operands.input.shape[0]  # that the chunks are cut of
         self.pair = self.pair_of_chunk = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
+        self.by_ranges = getattr(self.call, "batch_invariant", False)  # V of grad_input's product is cut in ranges
         self.grad_input, grad_weight, self.bias_sum = self.gradients
         self.input_steps = self.weight_steps = EVERY_STEP
         self.backend, self.weight_gradient = backend_for(self.operands.input), None
@@ -188,9 +189,8 @@ class OnePassStep:
             if sums.argmax is not None:
                 numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.call.vocab_start
             gathered = gather(numbers)
-        scale, dtype = self.call.logits.logit_scale, self.operands.input.dtype
-        objective = self.per_token.objective
-        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_scale=scale, gathered=gathered)
+        objective, dtype = self.per_token.objective, self.operands.input.dtype
+        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_options=self.call.logits, gathered=gathered)
         if gathered is not None and sums.argmax is not None:
             sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
         return finished, sums
@@ -224,11 +224,11 @@ class OnePassStep:
         outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
         out, columns = self.grad_input[chunk], [cols for cols, _ in class_slices]
-        at_once, hidden = out.shape
-        if len(class_slices) > 1:  # The product waits in float32. If memory for it is short, rows take turns.
-            if product.shape[0] < MULTIPLE * hidden:
-                product = torch.empty(MULTIPLE * hidden, dtype=torch.float32, device=out.device)
-            at_once = product.shape[0] // hidden // MULTIPLE * MULTIPLE
+        products = int(len(class_slices) > 1)
+        if self.by_ranges:
+            products = products_of_ranges(self.operands.linear_weight.shape[0])
+        # The product of several slices or ranges waits in float32. If memory for it is short, rows take turns.
+        at_once, product = room_for_products(product, out, products, MULTIPLE)
         for rows in slices(out.shape[0], at_once):
             valid_tokens = tokens.valid_tokens.of(rows)
             gradient = self.backend.input_gradient(
@@ -239,6 +239,7 @@ class OnePassStep:
                 columns,
                 product,
                 self.input_steps,
+                by_ranges=self.by_ranges,
             )
             for cols, exponentials in class_slices:
                 gradient.add(cols, exponentials[rows])

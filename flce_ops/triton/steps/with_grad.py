@@ -44,7 +44,7 @@ from .recompute import recompute_step
 @with_padded_features
 def launch_with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
-    call.operands = with_contiguous_vectors(call.operands)
+    call.operands, call.logits = with_contiguous_vectors(call.operands), call.logits.contiguous()
     if call.reduction.row_scale is not None:
         call.reduction = Reduction(call.reduction.row_scale.contiguous())
     with torch.cuda.device_of(outputs[0]):
@@ -59,7 +59,7 @@ def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     operands = with_contiguous_vectors(Operands(*call.operands))
     (row_scale,) = contiguous(call.reduction.row_scale)
     reduction = Reduction(row_scale, call.reduction.denominator)
-    of_tokens = WithGrad.like(call, operands=operands, reduction=reduction)
+    of_tokens = WithGrad.like(call, operands=operands, reduction=reduction, logits=call.logits.contiguous())
     objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
     with torch.cuda.device_of(outputs[0]):
         launch_step(of_tokens, objective, outputs, call)
@@ -110,6 +110,7 @@ def one_pass_step(
         call.output_mask,
         smoothed=objective.d_sum is not None,
         sum_pairs=sum_pairs(call.statistics),
+        batch_invariant=call.batch_invariant,
     )
     valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
@@ -132,7 +133,7 @@ def step_over_tokens(
     smoothing = None
     if objective.d_sum is not None and not chunking.recompute:  # a recomputing step makes this term in G
         smoothing = SmoothingTerms(
-            call.operands, class_weight, valid_tokens, per_token.reduction, objective.d_sum, call.logits.logit_scale
+            call.operands, class_weight, valid_tokens, per_token.reduction, objective.d_sum, call.logits
         )
     if is_sparse(call):
         chunks = run_sparse(call, valid_tokens, per_token, gradients, shard)
@@ -151,7 +152,7 @@ def step_over_tokens(
 def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     loss, losses, *grads, columns = outputs[:6]
-    call.operands = with_contiguous_vectors(call.operands)
+    call.operands, call.logits = with_contiguous_vectors(call.operands), call.logits.contiguous()
     input, linear_weight, target, _, weight = call.operands
     rows = shard_rows(call.vocab_size, call.ranks)
     with torch.cuda.device_of(input):

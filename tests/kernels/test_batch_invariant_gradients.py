@@ -1,0 +1,133 @@
+"""batch_invariant=True: the bits of a row of grad_input depend on that token's operands alone.
+
+In Triton's interpreter and, of half operands, on a CPU; tests/kernels/test_batch_invariance_cuda.py has the GPU.
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from process_pool import run_in_world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import flce_ops
+from benchmarks.batch_invariance import bits, callings, draw_pool, input_gradients, walk
+from benchmarks.shapes import Shape
+
+CPU = torch.device("cpu")
+MASK = {"output_mask": [True, True, False]}
+N, D, V = 150, 40, 260
+# bytes of workspace, tokens of the call, how many of these count
+WAYS = [(1 << 18, N, None), (1 << 16, N, None), (512 << 20, N, 70), (1 << 17, 131, None)]
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.filterwarnings("ignore:workspace")
+def test_rows_of_half_gradients_on_a_cpu_depend_on_the_token_alone(dtype):
+    pool = draw_pool(Shape(120, 48, 509), dtype, CPU, seed=torch.initial_seed())
+    ways = [way for way in callings(pool, 1, torch.initial_seed()) if len(way.tokens) >= 4]
+    assert not {key: found for key, found in walk(pool, iter(ways), (input_gradients,)).items() if found.differ}
+
+
+@pytest.fixture
+def ranges_of_128_classes(monkeypatch):
+    pytest.importorskip("triton")
+    from flce_ops.triton.gemm import split_k
+    from flce_ops.triton.steps import backward
+
+    for module in (split_k, backward):
+        monkeypatch.setattr(module, "RANGE", 128)  # of the interpreter's tiles, a multiple
+
+
+def one_pass(pool, count, invariant, keep=None):
+    from flce_ops.triton import launch_with_grad
+
+    target = pool.target[:count].clone()
+    target[count if keep is None else keep :] = -100
+    call = (pool.input[:count], pool.linear_weight, target, None, None, None, torch.ones(()))
+    return launch_with_grad(*call, **MASK, batch_invariant=invariant)[2]
+
+
+def from_cotangents(pool, count, invariant, keep=None):
+    from flce_ops.triton import launch_backward, launch_forward
+
+    target = pool.target[:count].clone()
+    target[count if keep is None else keep :] = -100
+    operands = (pool.input[:count], pool.linear_weight, target, None, None)
+    found, slopes = launch_forward(*operands), torch.linspace(-1, 1, N)[:count]
+    known = {"lse_rest": found[8], **MASK}
+    return launch_backward(slopes, -slopes, None, *operands, found[1], **known, batch_invariant=invariant)[0]
+
+
+def of_divergence(pool, count, invariant, keep=None):
+    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
+
+    valid = torch.arange(count) < (count if keep is None else keep)
+    models = (pool.input[:count], pool.linear_weight, None, pool.teacher_input[:count], pool.teacher_weight, None, None)
+    scale = torch.linspace(0.5, 1.5, N)[:count]
+    return launch_kl_div_with_grad(*models, valid, scale, kind="reverse", **MASK, batch_invariant=invariant)[2]
+
+
+KERNELS = [one_pass, from_cotangents, of_divergence]
+
+
+@no_cuda
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_the_kernels_depend_on_the_token_alone(kernel, ranges_of_128_classes):
+    """A small workspace cuts chunks, splits V, or makes logits again: without the option bits change."""
+    pool = draw_pool(Shape(N, D, V), torch.float32, CPU, seed=torch.initial_seed())
+    whole = {invariant: kernel(pool, N, invariant) for invariant in (True, False)}
+    torch.testing.assert_close(whole[True], whole[False])
+    different = {}
+    for invariant, ways in ((True, WAYS), (False, WAYS[:2])):
+        different[invariant] = 0
+        for nbytes, count, keep in ways:
+            with flce_ops.workspace(nbytes):
+                rows = kernel(pool, count, invariant, keep)[: keep or count]
+            different[invariant] += int((bits(rows) != bits(whole[invariant][: len(rows)])).sum())
+    assert different[True] == 0
+    assert different[False] > 0 or kernel is of_divergence
+
+
+def test_a_range_is_a_multiple_of_every_tile():
+    pytest.importorskip("triton")
+    from flce_ops.triton.gemm.split_k import RANGE
+    from flce_ops.triton.gemm.tiles import INPUT_TILES
+
+    assert all(RANGE % tiles.block_k == 0 for tiles in INPUT_TILES.values()) and RANGE % 256 == 0
+
+
+def test_logits_are_not_saved_in_triton_alone():
+    from flce_ops.ops.call_facts import CallFacts
+    from flce_ops.ops.paths import SAVE_LOGITS, UNROUNDED
+
+    (paths,) = SAVE_LOGITS.values()
+    assert UNROUNDED in paths[0].conditions
+    assert UNROUNDED.holds(CallFacts(batch_invariant=True, dtype=torch.bfloat16))  # a CPU
+
+
+def test_what_is_refused():
+    x, w, y = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5), torch.randint(11, (7,))
+    with pytest.raises(NotImplementedError, match="batch_invariant of a sparse gradient"):
+        seed = torch.tensor(3)
+        flce_ops.linear_cross_entropy(x, w, y, batch_invariant=True, gradient_threshold=0.1, gradient_seed=seed)
+
+
+def test_sharded_vocabularies_are_refused_and_sharded_tokens_are_not():
+    run_in_world(("cpu", 2), sharded)
+
+
+def sharded(device):
+    mesh = init_device_mesh(device.type, (2,))
+    x, w, y = torch.randn(8, 5), torch.randn(12, 5), torch.randint(12, (8,))
+    of_tokens = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [Replicate()]), y
+    exact = flce_ops.linear_log_probs(x, w, y).log_probs
+    found = flce_ops.linear_log_probs(*of_tokens, batch_invariant=True).log_probs
+    torch.testing.assert_close(found.full_tensor(), exact)
+    of_classes = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(w, mesh, [Shard(0)]), y
+    for function in (flce_ops.linear_cross_entropy, flce_ops.linear_log_probs):
+        with pytest.raises(NotImplementedError, match="batch_invariant over a sharded vocabulary"):
+            function(*of_classes, batch_invariant=True)
