@@ -86,7 +86,7 @@ compile_kernel = triton.compiler.compile
 def compile_and_look(source: Any, *args: Any, **options: Any) -> Any:
     kernel = compile_kernel(source, *args, **options)
     asm = kernel.asm
-    stack = stack_of(asm["cubin"]) if "cubin" in asm and source.name in GEMMS else STACK
+    stack = stack_of(asm["cubin"]) if "cubin" in asm and source.name in GEMMS else 0
     found[kernel.hash] = Compiled(source.name, kernel.metadata.shared, stack, "tcgen05.mma" in asm.get("ptx", ""))
     return kernel
 
@@ -143,7 +143,7 @@ def faults(card: str, kernel: Compiled) -> list[str]:
     said = []
     if kernel.shared > limit:
         said.append(f"{kernel.shared} bytes of shared memory, the card has {limit}")
-    stack = STACK_OF_HOPPERS_TILES if card in ("90", *TCGEN05) else 0
+    stack = STACK_OF_HOPPERS_TILES if card in ("90", *TCGEN05) else STACK
     if kernel.stack > stack:
         said.append(f"{kernel.stack} bytes of stack a thread, at most {stack} are known")
     if card in TCGEN05 and kernel.name in GEMMS and not kernel.tcgen05:

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..math.options import Operands, TokenLosses
 from ..math.precision import accumulation_dtype
 from ..math.statistics import Rows
+from ..support.holes import refuse_hole
 from ..support.quantized import QuantizedHead
 from .vocab_parallel import asked_of_shards, rows_of_shard, whole_rows
 
@@ -53,23 +53,44 @@ class NumbersOfSlices(torch.autograd.Function):
         return torch.stack(numbers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        input, linear_bias = ctx.saved_tensors
-        want_input, want_bias = ctx.needs_input_grad[:2]
+        wanted = ctx.needs_input_grad[:2]
+        gradients = GradientsOfSlices.apply(grad, *ctx.saved_tensors, ctx.problem, ctx.head, ctx.slices, wanted)
+        return *gradients, None, None, None
+
+
+class GradientsOfSlices(torch.autograd.Function):
+    """It has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,  # (R, k, N)
+        input: Tensor,  # (N, D)
+        linear_bias: Tensor | None,  # (V,)
+        problem: TokenLosses,
+        head: QuantizedHead,
+        slices: list[slice],
+        wanted: tuple[bool, bool],  # grad_input, grad_linear_bias
+    ) -> tuple[Tensor | None, Tensor | None]:
+        want_input, want_bias = wanted
         grad_input = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)) if want_input else None
         grad_bias = torch.empty_like(linear_bias) if want_bias else None
-        for classes, of_slice in zip(ctx.slices, grad):
+        for classes, of_slice in zip(slices, grad):
             hidden = input.detach().requires_grad_(want_input)
             bias = None if linear_bias is None else linear_bias[classes].detach().requires_grad_(want_bias)
             with torch.enable_grad():
-                numbers = numbers_of_slice(ctx.problem, ctx.head, classes, hidden, bias)
+                numbers = numbers_of_slice(problem, head, classes, hidden, bias)
             numbers.backward(of_slice)
             if grad_input is not None:
                 grad_input += hidden.grad
             if grad_bias is not None:
                 grad_bias[classes] = bias.grad
-        return None if grad_input is None else grad_input.to(input.dtype), grad_bias, None, None, None
+        return None if grad_input is None else grad_input.to(input.dtype), grad_bias
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_hole("linear_cross_entropy", "second of a quantized head")
 
 
 def numbers_of_slice(

@@ -112,7 +112,7 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
     if any(problem.statistics):
         options |= asked_of_forward(problem.statistics)
-    if problem.sparse.gradient_threshold:
+    if problem.sparse.gradient_threshold and problem.support is None:  # with a support nothing wants a gradient here
         options |= problem.sparse._asdict()
     if problem.batch_invariant:
         options["batch_invariant"] = True

@@ -32,6 +32,8 @@ HOLES = {
     "compute it from F.linear's logits",
     "second of a support": "second derivatives with a support are not implemented; compute them from F.linear's "
     "logits, with -inf outside the support",
+    "second of a quantized head": "second derivatives of a quantized head are not implemented; dequantize "
+    "linear_weight for them",
     "second of main_grad": "a backward that adds to main_grad cannot be differentiated (create_graph=True); leave "
     "main_grad out where a second derivative is wanted",
     "second of given logits": "second derivatives of a scalar loss are not implemented, as its gradient was made in "

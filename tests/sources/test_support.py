@@ -411,3 +411,15 @@ def test_a_target_that_nobody_could_refuse_has_log_probability_minus_infinity(de
     if device == "cuda":
         rows = flce_ops.linear_log_probs(*inputs.args, support=ids).log_probs
         assert rows[3] == -torch.inf and rows.isinf().sum() == 1
+
+
+def test_a_threshold_without_a_gradient_changes_nothing():
+    input, weight, target = torch.randn(4, 3, requires_grad=True), torch.randn(6, 3), torch.arange(4)
+    call, per_token = {"support": target[:, None]}, torch.randn(4)
+    with torch.no_grad():
+        usual = flce_ops.linear_log_probs(input, weight, target, **call)
+        found = flce_ops.linear_log_probs(input, weight, target, gradient_threshold=1e-3, **call)
+        assert torch.equal(usual.log_probs, found.log_probs)
+        usual = flce_ops.linear_policy_loss(input, weight, target, per_token, **call)
+        found = flce_ops.linear_policy_loss(input, weight, target, per_token, gradient_threshold=1e-3, **call)
+        assert torch.equal(usual.loss, found.loss)

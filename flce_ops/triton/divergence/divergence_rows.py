@@ -88,6 +88,7 @@ def divergence_kernel(
     n,
     V,
     BY_TOKEN: tl.constexpr,  # softcap and logit_scale of the student's logits are (N,)
+    TEACHER_PROBS: tl.constexpr,  # the teacher's probabilities are given, not logits
     OF_GIVEN_P: tl.constexpr,  # OF_ENTRY takes p instead of log p
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -105,7 +106,7 @@ def divergence_kernel(
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         student = distributions.student
         log2_q, dz_du = log_probabilities(student, rows, token, cols, row_mask, vocab_block, n, V, BY_TOKEN)
-        if distributions.teacher_probs is None:
+        if not TEACHER_PROBS:
             teacher = distributions.teacher
             log2_p, _ = log_probabilities(teacher, rows, token, cols, row_mask, vocab_block, n, V, False)
         else:
@@ -277,6 +278,7 @@ class Rows:
             self.valid_tokens,
             *logits.shape,
             BY_TOKEN=LogitOptions(student.softcap, None if scale is None else scale.logit_scale).by_token,
+            TEACHER_PROBS=self.distributions.teacher_probs is not None,
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,

@@ -115,6 +115,7 @@ def logits_gemm_kernel(
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
+    STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
@@ -169,7 +170,7 @@ def logits_gemm_kernel(
             numbers_of_rows = numbers
         z, dz_du = base2_logits(acc, bias, logit_numbers, numbers_of_rows)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
-        if out is not None:
+        if STORED:
             if BEFORE_SOFTCAP:
                 result = (acc if bias is None else acc + bias) * numbers_of_rows.logit_scale
             elif FIXED_POINT:
@@ -238,6 +239,7 @@ def launch_logits_gemm(
         PROGRAMS=programs,
         FLATTEN=tiles.flatten,
         WARP_SPECIALIZE=tiles.warp_specialize,
+        STORED=out is not None,
         STORE_HALVES=tiles.store_halves,
         # MaxSum's result is logits, not a gradient
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),

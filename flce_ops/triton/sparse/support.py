@@ -160,6 +160,7 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
     tokens, hidden = input.shape
     num_classes = linear_weight.shape[0]
     *of_rows, products = results
+    products.zero_()  # a buffer of ids may be longer than the lists, and no kernel writes what is behind them
     all_classes = num_classes if call.vocab_size is None else call.vocab_size
     with torch.cuda.device_of(input):
         assert_in_range(in_range(target, all_classes, call.ignore_index).all(), target, all_classes, call.ignore_index)
