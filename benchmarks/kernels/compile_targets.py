@@ -113,6 +113,7 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         "GROUP": tiles.group,
         "FLATTEN": tiles.flatten,
         "WARP_SPECIALIZE": tiles.warp_specialize,
+        "STORED": True,
         "STORE_HALVES": tiles.store_halves,
     }
     out_columns = tiles.block_n // 2 if tiles.store_halves else tiles.block_n

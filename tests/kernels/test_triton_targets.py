@@ -23,8 +23,9 @@ def compiled_by(folder, module: str, *arguments: str) -> str:
 
 
 # Every kernel for one card of each kind of tiles; the others have the same kernels with another limit.
-CARDS = ["80", "90", "100", "120", "gfx942"]
-LIKE_THEM = ["86", "89", "103", "121", "gfx950"]
+# AMD's cards run given logits in ATen: those kernels have assembly and limits of registers that are NVIDIA's.
+CARDS = ["80", "90", "100", "120"]
+LIKE_THEM = ["86", "89", "103", "121"]
 SOME_CALLS = ["--calls", "loss", "sparse", "given logits"]
 
 
@@ -40,7 +41,7 @@ def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, tmp
 def test_kernels_without_a_product_compile_for_a_card_of_each_limit(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled ahead for the GPU that is there alone")
-    cards = ["80", "100", "120", "gfx942"]
+    cards = ["80", "100", "120"]
     said = compiled_by(tmp_path, "compile_cards", "--cards", *cards, "--calls", "given logits")
     assert [line.split(":")[0] for line in said.splitlines()] == cards
 
