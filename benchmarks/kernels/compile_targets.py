@@ -17,7 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flce_ops.math.options import LogitOptions
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.gemm.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.gemm.logits_gemm import logits_gemm_kernel
@@ -33,6 +32,7 @@ from flce_ops.triton.gemm.tiles import (
 from flce_ops.triton.gemm.tma import Matrix
 from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
+from flce_ops.triton.rows.logit_numbers import LogitNumbers
 from flce_ops.triton.rows.valid_tokens import ValidTokens
 from flce_ops.triton.sparse.live_tiles import LIVE, Steps
 from flce_ops.triton.steps.quantized_logits import Quantization
@@ -127,7 +127,7 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         types = {
             "bias_ptr": "constexpr",
             "guard_ptr": "constexpr",
-            "logit_options": LogitOptions("constexpr", "constexpr"),
+            "logit_numbers": LogitNumbers("constexpr", "constexpr", "constexpr"),
             "operands": operands,
             "valid_tokens": VALID_TOKENS,
         }
