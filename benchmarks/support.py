@@ -79,10 +79,13 @@ def ragged(ids: Tensor) -> tuple[Tensor, Tensor]:  # (E,), (N + 1,)
     return ids[ids >= 0], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def supports(ids: Tensor) -> dict[str, Support]:
+def supports(ids: Tensor) -> dict[str, tuple[Support, Tensor]]:
+    """Each support, and its ids (N, K)."""
     some = ids.clone()
     some[::WITHOUT] = -1
-    return {"": None, "ragged": ragged(ids), "padded": ids, f"one in {WITHOUT} without": ragged(some)}
+    of_all: dict[str, Support] = {"": None, "ragged": ragged(ids), "padded": ids}
+    of_some = {f"one in {WITHOUT} without": (ragged(some), some)}
+    return {kind: (support, ids) for kind, support in of_all.items()} | of_some
 
 
 def policy_step(problem: Problem, support: Support) -> Step:
@@ -144,16 +147,13 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
     problem.linear_weight.requires_grad_()
     with torch.no_grad():
         ids = draw_ids(problem, options.mean)
-    some = ids.clone()
-    some[::WITHOUT] = -1
     here = environment(device, options.commit)
     machine: tuple[Any, ...] = (here.gpu, here.torch, here.triton, here.commit, *shape, options.dtype)
     gradients = dtype.itemsize * shape.D * (shape.N + shape.V)
     rows, steps = {}, {}
     for function, make in FUNCTIONS.items():
-        for kind, support in supports(ids).items():
+        for kind, (support, own) in supports(ids).items():
             name = f"{function}, {kind}" if kind else function
-            own = some if kind.endswith("without") else ids
             row = rows[name] = SupportRow(*machine, function, kind)
             row.mean_ids = float((own >= 0).sum() / problem.valid.sum()) if kind else None
             row.err_log_probs = error_of(problem, support, own)

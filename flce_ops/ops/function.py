@@ -190,6 +190,20 @@ def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
     return [needs[arguments.index[name]] for name in names]
 
 
+class WithoutDerivative(OperatorFunction):
+    """Saves nothing; the derivative is refused by name."""
+
+    second_derivative: ClassVar[str]  # the entry of HOLES with the reason
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        """Saves nothing."""
+
+    @classmethod
+    def backward(cls, ctx, *_):
+        refuse_hole(cls.function, cls.second_derivative)
+
+
 def where_wanted(
     gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
 ) -> dict[str, Tensor | None]:

@@ -11,8 +11,7 @@ from ..math.kl_div_arguments import TEACHER
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.kl_div_checks import check_no_teacher_gradient
 from ..objectives.divergence import DIVERGENCES
-from ..support.holes import refuse_hole
-from .function import OPERANDS, OperatorFunction, wanted, where_wanted
+from .function import OPERANDS, OperatorFunction, WithoutDerivative, wanted, where_wanted
 from .made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
@@ -54,18 +53,9 @@ def is_scaled(call: KlDivForward) -> bool:
     return DIVERGENCES[call.options.kind].scale_of_sums is not None
 
 
-class BackwardFunction(KlDivFunction):
-    """Its derivative is refused."""
-
+class BackwardFunction(WithoutDerivative, KlDivFunction):
     arguments = KlDivBackward
-
-    @classmethod
-    def setup_context(cls, ctx, inputs, output):
-        """Saves nothing."""
-
-    @classmethod
-    def backward(cls, ctx, *_):
-        refuse_hole(cls.function, "second of a divergence")
+    second_derivative = "second of a divergence"
 
 
 class WithGradFunction(KlDivFunction, MadeInForward):

@@ -6,9 +6,8 @@ backward           saves nothing                                         <- refu
 
 from ..math.options import Cotangents
 from ..meta.arguments import SupportBackward, SupportForward
-from ..support.holes import refuse_hole
 from .autograd import finite_in_empty_rows
-from .function import OPERANDS, OperatorFunction, wanted, where_wanted
+from .function import OPERANDS, OperatorFunction, WithoutDerivative, wanted, where_wanted
 
 
 class ForwardFunction(OperatorFunction):
@@ -43,16 +42,7 @@ class ForwardFunction(OperatorFunction):
         return where_wanted(gradients, mask)
 
 
-class BackwardFunction(OperatorFunction):
-    """It has no derivative."""
-
+class BackwardFunction(WithoutDerivative):
     function = "linear_log_probs"
     arguments = SupportBackward
-
-    @classmethod
-    def setup_context(cls, ctx, inputs, output):
-        """Saves nothing."""
-
-    @classmethod
-    def backward(cls, ctx, *_):
-        refuse_hole(cls.function, "second of a support")
+    second_derivative = "second of a support"

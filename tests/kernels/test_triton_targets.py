@@ -23,9 +23,8 @@ def compiled_by(folder, module: str, *arguments: str) -> str:
 
 
 # Every kernel for one card of each kind of tiles; the others have the same kernels with another limit.
-# AMD's cards run given logits in ATen: those kernels have assembly and limits of registers that are NVIDIA's.
-CARDS = ["80", "90", "100", "120"]
-LIKE_THEM = ["86", "89", "103", "121"]
+CARDS = ["80", "90", "100", "120", "gfx942"]
+LIKE_THEM = ["86", "89", "103", "121", "gfx950"]
 SOME_CALLS = ["--calls", "loss", "sparse", "given logits"]
 
 

@@ -43,5 +43,5 @@ def test_a_tensor_kept_by_each_step_and_a_cache_that_grows_are_told(monkeypatch)
     logged = set(flce_ops.support.path._logged)
     monkeypatch.setattr(flce_ops.support.path, "_logged", logged)
     monkeypatch.setattr(long_run, "CALLS", [leaking])
-    told = " ".join(long_run.grown(long_run.run(90, "cpu", compiled=False)))
+    told = " ".join(long_run.grown(long_run.run(30, "cpu", compiled=False), "cpu"))
     assert "tensors" in told and "entries of caches" in told

@@ -72,15 +72,9 @@ QUICK = ("loss", "losses", "divergence", "given logits")  # one of each loop ove
 OTHERS = [call for call in CALLS if call not in QUICK]
 
 
-@pytest.fixture
-def device():
-    """A CPU: on a GPU cuBLAS allocates its own workspace, and a fault hits launches that are only recorded."""
-    return "cpu"
-
-
-def operands(device):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return make_inputs(SHAPE, device=device, dtype=dtype, bias=True)
+def operands():
+    """On a CPU: on a GPU cuBLAS allocates its own workspace, and a fault hits launches that are only recorded."""
+    return make_inputs(SHAPE, bias=True)
 
 
 def step_of(call, inputs, factor: float = 3.0):
@@ -96,21 +90,21 @@ def step_of(call, inputs, factor: float = 3.0):
 
 
 @pytest.mark.parametrize("call", [*QUICK, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in OTHERS)])
-def test_memory_that_runs_out_anywhere_in_a_step_leaves_nothing_behind(device, call, monkeypatch):
-    step = step_of(CALLS[call], operands(device))
+def test_memory_that_runs_out_anywhere_in_a_step_leaves_nothing_behind(call, monkeypatch):
+    step = step_of(CALLS[call], operands())
     step()
     assert failing_calls(monkeypatch, step, out_of_memory, next_call_every=8) > 10
 
 
 @pytest.mark.parametrize("call", ["loss", pytest.param("losses", marks=pytest.mark.exhaustive)])
-def test_an_interrupt_anywhere_in_a_step_leaves_nothing_behind(device, call, monkeypatch):
-    assert failing_calls(monkeypatch, step_of(CALLS[call], operands(device)), KeyboardInterrupt) > 10
+def test_an_interrupt_anywhere_in_a_step_leaves_nothing_behind(call, monkeypatch):
+    assert failing_calls(monkeypatch, step_of(CALLS[call], operands()), KeyboardInterrupt) > 10
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_backward_that_failed_is_refused_or_right_the_second_time(device, call, monkeypatch):
+def test_a_backward_that_failed_is_refused_or_right_the_second_time(call, monkeypatch):
     """The gradients that forward made are multiplied where they are: some of them once, some not at all."""
-    inputs = operands(device)
+    inputs = operands()
     leaves = list(inputs.leaves.values())
     expected, at = torch.autograd.grad(3.0 * CALLS[call](inputs), leaves), 1
     while True:
@@ -141,8 +135,8 @@ HOOKS = {
 
 @pytest.mark.parametrize("where", HOOKS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_hook_that_raises_leaves_nothing_behind(device, where, reduction):
-    inputs, before = operands(device), state()
+def test_a_hook_that_raises_leaves_nothing_behind(where, reduction):
+    inputs, before = operands(), state()
     leaves = list(inputs.leaves.values())
 
     def loss():
@@ -165,10 +159,10 @@ def test_a_hook_that_raises_leaves_nothing_behind(device, where, reduction):
     assert all(map(torch.equal, torch.autograd.grad(3.0 * loss(), leaves), expected))
 
 
-def test_threads_that_call_at_once_have_the_results_of_one(device):
+def test_threads_that_call_at_once_have_the_results_of_one():
     """Each with its own operands and options; one of the threads fails all the time."""
     calls = ["loss", "losses", "divergence", "policy"]
-    steps = [step_of(CALLS[call], operands(device)) for call in calls]
+    steps = [step_of(CALLS[call], operands()) for call in calls]
     expected = [step() for step in steps]
     wrong: list[str] = []
 
@@ -178,7 +172,7 @@ def test_threads_that_call_at_once_have_the_results_of_one(device):
                 wrong.append(name)
 
     def fail() -> None:
-        inputs = operands(device)
+        inputs = operands()
         for _ in range(20):
             with pytest.raises(ValueError, match="label_smoothing"):
                 cross_entropy(inputs, label_smoothing=2.0)
