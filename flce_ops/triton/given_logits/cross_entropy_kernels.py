@@ -7,7 +7,7 @@
 
     for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
     lse = m + ln s               loss, l, a of the objective           flce_ops/objectives
-    ask for row i + rows taken at a time
+    prefetch row i + later
     for each block:              G = (l / s e^(z - m) + m_i w) dz/du                     and a at the target
 
 Rows with an ignored target are not read. Their gradient is zeros.
@@ -114,7 +114,7 @@ def rows_kernel(
         held += (load_block(groups_ptr, block, row.groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
     end = load_block(groups_ptr, last, row.groups, valid, BLOCK_G, True, "evict_first")
     edge, there = edges_of(row, VEC)
-    # what the gradient may be written over is read before
+    # read first, because the gradient may overwrite the logits
     u_target = tl.load(row.pointer + column, mask=valid, other=0.0)
     u_edges = tl.load(row.pointer + edge, mask=there & valid, other=0.0)
 
@@ -169,7 +169,7 @@ def rows_kernel(
                 asked_sum = logit_sum
             log_sum = log2_sum * LN2
             surprisal = (row_max - target_logit) + log_sum
-            surprisal = tl.where(surprisal < 0.0, 0.0, surprisal)  # a rounding of row_sum
+            surprisal = tl.where(surprisal < 0.0, 0.0, surprisal)  # rounding of row_sum can make it negative
             value, slope = OF_TARGET(surprisal, target_weight, None, objective)
             value, d_lse = OF_ROW(value, slope, row_max + log_sum, asked_sum, None, objective)
             tl.store(outputs.losses + i, tl.where(valid, value, 0.0))

@@ -8,9 +8,9 @@ along a group stay in the thread. A thread holds 32-bit words, which contain two
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
-A logit is multiplied by log2 e after the maximum is taken from it. The product of a float32 logit of 3000 and log2 e is
-off by up to 1.2e-4, the difference of two logits is not. The groups and the edges come together once, behind the last
-block.
+A logit is multiplied by log2 e after the maximum is subtracted from it. The product of a float32 logit of 3000 and log2
+e has an error of up to 1.2e-4; the difference of two logits has none of that size. The sums of the groups and of the
+edges are combined once, after the last block.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def matrix_of(tensor: Tensor) -> Matrix:
 
 
 class Row(NamedTuple):
-    """One of a matrix, made in a kernel."""
+    """A row of a matrix, computed in a kernel."""
 
     pointer: Tensor
     head: int  # numbers in front of the groups
@@ -55,9 +55,9 @@ class Row(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What z and its weighted sums are made of, made in a kernel."""
+    """What a row's z and its weighted sum follow from, apart from u. Computed in a kernel."""
 
-    options: LogitOptions  # pointers, which say what there is
+    options: LogitOptions  # pointers; None for an option that is not used
     numbers: LogitOptions  # loaded
     class_weight: Tensor | None  # (V,) float32
 
@@ -81,7 +81,7 @@ def target_of(target_ptr, i, ignore_index, V):
 
 @triton.jit
 def ask_for(row, groups, BLOCK_G: tl.constexpr):
-    """Its first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
+    """Prefetches the row's first groups, 8 BLOCK_G at most, into the L2 cache: one request for each line of 128 bytes."""
     if not INTERPRETED:
         line = tl.arange(0, BLOCK_G)
         line_ptr = (row.pointer + row.head).to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
@@ -162,7 +162,7 @@ def logits_of(u, scores):
 
 @triton.jit
 def exp_below(difference):
-    """exp of what is at most about 0."""
+    """exp(difference), where difference is at most about 0."""
     return tl.exp2(difference * LOG2E)
 
 
@@ -176,7 +176,7 @@ def add_block(
     m,  # (BLOCK_G,), as the next three: the groups' maxima
     s,  # their sums of e^(z - m)
     logit_sum,  # their sums of w z, with LOGIT_SUM
-    column,  # and where the maxima stand, with ARGMAX
+    column,  # with ARGMAX, the columns of the maxima
     u,  # (BLOCK_G, VEC)
     block,
     row,  # Row
@@ -222,7 +222,7 @@ def whole_row(
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Of the row: m, s, the logit sum, the argmax (the first of equals; V - 1 where nan is the maximum)."""
+    """Returns the row's m, s, logit sum and argmax (the first of equals; V - 1 if the maximum is nan)."""
     z, _ = logits_of(u, scores)
     row_logit_sum = 0.0
     if LOGIT_SUM:

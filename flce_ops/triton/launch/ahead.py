@@ -6,7 +6,7 @@
                                                             ptxas is a process. Making Triton's IR holds the GIL: 1.1
                                                             of the 6.1 s of a step's kernels.
     and load them                                           onto the device, if there is one
-    a file in Triton's cache records that this was done     a later process reads the kernels from the cache
+    a file in Triton's cache says that they are compiled     a later process reads the kernels from the cache
 
 replay.py calls it for a new kind of call; flce_ops/warmup does the same without a call.
 """
@@ -94,12 +94,12 @@ def compile_side_by_side(
     start, ahead = time.perf_counter(), Compiling(chip)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            # in its own context, which ends Triton's mode whatever happens
+            # in a context of its own, so that Triton's mode ends even after an error
             copy_context().run(compile_launched, Tasks(pool, device), ahead, trace)
     finally:
         failed = [(name, future) for future, name in ahead.kernels.items() if future.kernel is None]
         for _, future in failed:
-            future.finalize_compile(None)  # Triton forgets the kernel, so a launch compiles it again
+            future.finalize_compile(None)  # removes the kernel from Triton's cache, so a launch compiles it again
     count, seconds = len(ahead.kernels) - len(failed), time.perf_counter() - start
     if count:
         logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", count, what, seconds)

@@ -79,7 +79,7 @@ def gradient_factors_kernel(
         lse64 += of_tokens(tokens.lse_rest, token, mask).to(tl.float64)
     exact_lse2 = lse64 * tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
     lse2 = exact_lse2.to(tl.float32)
-    # corrects exp2(z2 - lse2) for the rounding of lse2
+    # p computed as exp2(z2 - lse2) is too large or too small by this factor, because lse2 is rounded
     share = tl.exp2((lse2.to(tl.float64) - exact_lse2).to(tl.float32))
 
     row_factor = tl.zeros((BLOCK_N,), tl.float32)
@@ -88,7 +88,7 @@ def gradient_factors_kernel(
     if tokens.grad_expected_log_prob is not None:
         grad_expected = of_tokens(tokens.grad_expected_log_prob, token, mask)
         row_factor -= grad_expected * of_tokens(tokens.expected_log_prob, token, mask)
-        # z2 - lse2 uses the rounded lse2, so this adds what the rounding took
+        # corrects for the rounding of lse2, which z2 - lse2 contains
         row_factor += grad_expected / LOG2E * (lse2.to(tl.float64) - exact_lse2).to(tl.float32)
     row_factor *= share
     tl.store(rows.reference_logit + i, lse2, mask=mask)

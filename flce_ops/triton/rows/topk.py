@@ -12,7 +12,9 @@ import triton.language as tl
 
 
 def topk_at_a_time(topk: int) -> int:
-    """Each target is compared with as many others at a time: for K = 64, 64 x 64 comparisons."""
+    """The number of targets that are processed at a time. Each of them is compared with as many others: 64 x 64
+    comparisons for K = 64.
+    """
     return min(64, triton.next_power_of_2(topk))
 
 

@@ -1,4 +1,6 @@
-"""A number in two float32, for numbers that a kernel has in float64. flce_ops/math/two_sum.py is the same for ATen."""
+"""Splits a float64 number of a kernel into two float32 numbers whose sum it is. flce_ops/math/two_sum.py is the same
+for ATen.
+"""
 
 import triton
 import triton.language as tl
@@ -37,7 +39,8 @@ def surprisal_in_nats(target_logit2, reference2, log2_sum):
     """
     lse, rest = lse_in_nats(reference2, log2_sum)
     ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float32)
-    # Adding 0 rounds the product by itself: the compiler would make a product and the subtraction below one FMA.
+    # fma(..., 0) rounds the product. A plain product and the subtraction below would be compiled to one FMA, which does
+    # not round the product.
     target_logit = tl.fma(target_logit2, ln2, tl.zeros_like(ln2))
     distance = (lse - target_logit) + rest
     return tl.where(distance < 0.0, 0.0, distance)
