@@ -81,7 +81,7 @@ def target_of(target_ptr, i, ignore_index, V):
 
 @triton.jit
 def ask_for(row, groups, BLOCK_G: tl.constexpr):
-    """Prefetches the row's first groups, 8 BLOCK_G at most, into the L2 cache: one request for each line of 128 bytes."""
+    """Prefetches the row's first groups, 8 BLOCK_G at most, into the L2 cache, in lines of 128 bytes."""
     if not INTERPRETED:
         line = tl.arange(0, BLOCK_G)
         line_ptr = (row.pointer + row.head).to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)

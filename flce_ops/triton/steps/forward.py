@@ -26,12 +26,12 @@ from .quantized_logits import clear_unused, quantized_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
-FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
+FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 16 MiB of (T, n) float32 pairs at V = 128256
 
 
 @Kernel
 def finish_forward_kernel(
-    target_logit2_ptr,  # (n,); with several classes a token, that of the largest
+    target_logit2_ptr,  # (n,); with several targets a token, the largest of their logits
     column_ptr,  # (n,)
     sums,  # RowSums
     outputs,  # seven tensors (N,), out; None if not requested or stored elsewhere
@@ -48,8 +48,8 @@ def finish_forward_kernel(
     target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    # The row sum must not be below the target's exponential, which was computed with another order of the same
-    # products.
+    # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed in
+    # another order.
     row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     lse, rest = lse_in_nats(reference2, tl.log2(row_sum))
@@ -132,7 +132,8 @@ def run_forward(
 ) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
 
-    own_target: if an entropy is requested, use the target's own dot product instead of the GEMM's logit in the sums.
+    With `own_target`, the sums of an entropy use the target's logit from its own dot product instead of the GEMM's
+    logit.
     """
     input, linear_weight, target, _, weight = call.operands
     tiles = triton.cdiv(linear_weight.shape[0], tiles_for(input).block_n)

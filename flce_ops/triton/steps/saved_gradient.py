@@ -3,8 +3,8 @@
     for each tile:  z = dequantized                                (quantized_logits.py)
                     out = gradient(z), rounded once                (epilogues.py)
 
-It reads two bytes a logit and writes two, into workspace. The saved logits stay unchanged, because backward may run
-again.
+The kernel reads two bytes a logit and writes two, into the workspace. The saved logits stay unchanged, because backward
+may run again.
 """
 
 import triton
