@@ -4,7 +4,7 @@
 
 The kernels divide the tokens into chunks at run time, by the workspace. A graph cannot, because the number of tokens is
 a symbol there. The number of classes is known, so decompositions divide the vocabulary into blocks and unroll the loop
-over them. A while_loop over tokens would bound the memory for any N, too, but few runtimes have one.
+over them. A while_loop over tokens would also bound the memory for any N, but few runtimes support loops.
 
                D                V
            ┌───────┐   ┌────┬────┬────┬──┐   for each block of CLASSES_PER_BLOCK columns:
@@ -13,9 +13,9 @@ over them. A while_loop over tokens would bound the memory for any N, too, but f
                                                  lse_b = logsumexp z                          (N,)
        lse = logsumexp_b lse_b
 
-Each block runs the functions of the kernels (aten/logits.py), made functional. Nothing reads data on the host. All
-operators are available in runtimes for exported programs: matrix products, comparisons, reductions. Gradients take a
-second pass over the blocks.
+Each block runs the functions of the kernels (aten/logits.py), made functional. Nothing reads data on the host. The
+graph uses only operators that runtimes for exported programs have: matrix products, comparisons, reductions. Gradients
+take a second pass over the blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ from .support.torch_private import functional
 # N tokens, D hidden, V vocabulary, v classes of a block
 
 # AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192; 131 MiB
-# and 0.91 s with 16384. They compile in 10.5 and 9.2 s.
+# and 0.91 s with 16384. Compiling takes 10.5 s and 9.2 s.
 CLASSES_PER_BLOCK = 8192
 
 

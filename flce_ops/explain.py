@@ -121,7 +121,9 @@ def of_head(function: Callable, call: dict) -> list[str]:
 
 
 def of_loss(title: str, facts: CallFacts) -> tuple[list[str], str]:
-    """Verdicts on the paths of a scalar loss, and the chosen path; "recompute" if the loss is not a scalar."""
+    """Lines that say of each path of a scalar loss whether it runs and why not; and the chosen path, "recompute" if the
+    loss is not a scalar.
+    """
     if not title:
         return [], "recompute"
     return verdicts(title, LOSS[title], facts), choose(LOSS[title], facts).name

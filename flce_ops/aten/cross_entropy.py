@@ -96,8 +96,8 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
-    """`grad_logits` may be the logits. Compacted rows stand at or before their tokens' places, so no row is overwritten
-    before it is read.
+    """`grad_logits` may be the logits. The row of the k-th valid token is written at place k, which is never after the
+    token's own place. So no row is overwritten before it is read.
     """
     call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_valid_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])

@@ -28,7 +28,7 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
-    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
+    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, which lacks some classes
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)

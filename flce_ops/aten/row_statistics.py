@@ -1,4 +1,4 @@
-"""Turns a one-pass kernel's rows of logits into exponentials, and computes the requested statistics on the way."""
+"""Turns rows of logits into exponentials for a one-pass kernel, and computes the requested statistics from them."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from .logits import exponentiate_rows, log_sum_of_squares, row_moments
 
 
 def extra_matrices(asked: Statistics) -> int:
-    """How many more matrices of a block's size exist: one for z - row_max or E^2."""
+    """How many more matrices of a block's size the statistics need: one, for z - row_max or E^2."""
     return int(asked.entropy or asked.log_sum_sq_probs)
 
 

@@ -131,7 +131,9 @@ def rows_of_chunk(
 
 
 class SharedRows:
-    """Rows whose classes are shared by ranks: combines a rank's numbers of a row with those of the others."""
+    """For rows whose classes are spread over ranks: combines this rank's numbers of a row with those of the other
+    ranks.
+    """
 
     def __init__(self, exchange: Exchange, hit: Tensor, vocab_start: int, argmax: Tensor | None) -> None:
         self.exchange, self.hit, self.vocab_start, self.argmax = exchange, hit, vocab_start, argmax
@@ -219,12 +221,12 @@ def loss_and_gradients(
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
-    if reduction.row_scale is None:  # counts the tokens once
+    if reduction.row_scale is None:  # then the tokens are counted here, once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
     for chunk, product in products:
-        # ranks exchange once a chunk
+        # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))

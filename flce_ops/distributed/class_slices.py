@@ -1,10 +1,12 @@
-"""Row statistics of a quantized head: one rank makes the shards of the vocabulary one after the other.
+"""Row numbers of a quantized head. One rank computes them for one slice of the vocabulary after another, as ranks do
+for their shards.
 
     forward     for each slice of classes:  W_s dequantized,  lse_s, target_logit_s, ... of input @ W_s.T
-                the numbers of the slices come together as those of ranks do (vocab_parallel.py)
+                the numbers of all slices are combined like those of ranks (vocab_parallel.py)
     backward    for each slice:  W_s dequantized and its logits made again,  grad_input += G_s @ W_s, in float32
 
-Three GEMM passes with gradients. Neither W nor a row of all logits exists, and W gets no gradient.
+A step with gradients takes three GEMM passes. Neither the dequantized W nor a row of all logits is in memory at any
+time, and W gets no gradient.
 """
 
 from dataclasses import replace
@@ -30,7 +32,7 @@ def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
     slices = head.slices(input.dtype)
     rest = replace(
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
-    )  # a graph keeps it
+    )  # the graph of a compiled program keeps this
     return whole_rows(problem, asked, names, NumbersOfSlices.apply(input, linear_bias, rest, head, slices))
 
 
@@ -60,7 +62,7 @@ class NumbersOfSlices(torch.autograd.Function):
 
 
 class GradientsOfSlices(torch.autograd.Function):
-    """It has no derivative."""
+    """The gradients of the slices. They have no derivative."""
 
     @staticmethod
     def forward(

@@ -59,7 +59,7 @@ def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Te
 
 
 class VocabParallelFunction(MadeInForward):
-    """Its arguments are the operator's, followed by the layout."""
+    """The derivative of the operator. `apply` takes the operator's arguments, then the layout."""
 
     arguments = VocabParallelWithGrad
 

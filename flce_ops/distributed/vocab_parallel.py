@@ -8,8 +8,8 @@
     expected_log_prob = sum_r s_r (hbar_r + log s_r)    argmax: that of the largest max_r             on every rank
     with s_r = exp(lse_r - lse)
 
-Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent. The sum
-of grad_input over ranks remains; it belongs to the caller's placements.
+Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent.
+grad_input must still be summed over ranks. The caller's placements decide when: it is a Partial.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
-IGNORED = -1  # replaces ignore_index, which may be the index of a column of a rank's logits
+IGNORED = -1  # used in place of ignore_index, which could equal a column's index on this rank
 
 
 class ShardRows(NamedTuple):
@@ -67,7 +67,7 @@ def whole_rows(
     problem: TokenLosses,
     asked: dict[str, bool],
     names: list[str],  # of ShardRows.others
-    shards: Tensor,  # (R, k, N), of each shard what ShardRows.stacked has
+    shards: Tensor,  # (R, k, N), for each shard the result of ShardRows.stacked
 ) -> Rows:
     target = problem.operands.target
     lses, topk = shards[:, 0], shards.shape[1] - 1 - len(names)  # (R, N), as is each of the next
@@ -76,7 +76,7 @@ def whole_rows(
     target_logit = shards[:, 1 : 1 + topk].sum(0).T.reshape(target.shape)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
-        log_share = lses.log_softmax(0).clamp(min=-1e4)  # for a rank whose classes are switched off, s log s is 0
+        log_share = lses.log_softmax(0).clamp(min=-1e4)  # s log s is 0 for a rank whose logits are all -inf
         whole["expected_log_prob"] = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
     if "log_sum_sq_probs" in others:
         squares = 2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()
@@ -102,9 +102,9 @@ def rows_of_shard(
     num_classes: int,
     asked: dict[str, bool],
 ) -> ShardRows:
-    """A rank without classes (V < R, or the shards of ceil(V / R) rows are used up) gets one class of zeros, whose
-    numbers are then left out. So this rank refuses bad targets as the others do, and all of its arguments take part in
-    backward's collectives.
+    """A rank may have no classes: V < R, or the shards of ceil(V / R) rows before it hold all V. It then computes one
+    class of zeros and leaves the numbers of that class out. So this rank refuses bad targets as the others do, and
+    takes part in all collectives of backward.
     """
     operands, empty = problem.operands, classes.start == classes.stop
     weight = None if operands.weight is None or empty else operands.weight[classes]
@@ -149,7 +149,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     column = target.long() - classes.start
     here = (column >= 0) & (column < size)
     somewhere = (target >= 0) & (target < num_classes)
-    # an out-of-range target stays out of range, so that it is refused
+    # a target out of range stays out of range, so that the operator refuses it
     column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))
     column = torch.where(problem.valid, column, IGNORED)
     target_logit, lse, logit_sum, argmax, _ = ops.cross_entropy_forward(

@@ -88,7 +88,7 @@ def body_of(name: str) -> Callable:
     """
     arguments, results, body = ENTRIES[name]
     alone = results == "Tensor"
-    # export_decompositions() has no decompositions of the inner operators of these
+    # export_decompositions() has none for the inner operators of these functions, so the whole operator stays
     whole = name == "linear_kl_div" or name.startswith("cross_entropy")
     instead = (
         "call torch's own formula there"
@@ -111,7 +111,8 @@ def body_of(name: str) -> Callable:
 BODIES = {name: body_of(name) for name in ENTRIES}
 for _name, (_arguments, _results, _) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
-    # Also on torch.func's key: the bodies must run before any transform is peeled off.
+    # The bodies are registered on torch.func's key, too, because they must run before torch.func removes a transform
+    # (grad, vmap) from the call.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
     # When a program is decomposed, the bodies run below autocast's keys and would not see autocast.

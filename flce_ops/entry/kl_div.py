@@ -1,5 +1,5 @@
-"""linear_kl_div: the body of flce::linear_kl_div. It flattens the tokens, picks the path, and reduces in ATen over N
-numbers.
+"""The body of the entry operator flce::linear_kl_div. It flattens the tokens, chooses the path, and reduces the N
+divergences in ATen.
 
 If the vocabulary is sharded, ranks exchange O(N) numbers inside the operators (flce_ops/math/shards.py). Logits and
 weights do not move. The teacher's weight is sharded as the student's is.
@@ -71,8 +71,8 @@ def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> 
 
 
 def resolve_kind(kind: str, beta: Number) -> str:
-    """The kind to compute. At beta = 0 and 1, "jsd" means the divergence that it tends to, up to the factors beta and 1
-    - beta.
+    """The kind to compute. At beta = 0 and 1, "jsd" is 0 by its formula. It then stands for the divergence to which jsd
+    / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
     if kind != "jsd" or 0.0 < beta < 1.0:
         check_kind(OP, kind)

@@ -2,7 +2,7 @@
 the logits.
 
 composite -> losses_with_grad       ..._with_grad_ | ..._with_grad
-          -> losses_and_statistics  ..._forward, then differentiable ATen; always if ranks share the classes
+          -> losses_and_statistics  ..._forward, then differentiable ATen; the only way if ranks share the classes
 
 DTensors are never overwritten.
 
@@ -55,7 +55,9 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
 
 
 def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
-    """Returns the logits as (N, V), and whether that is a copy, which nobody else can see."""
+    """Returns the logits as (N, V), and whether that tensor is a copy. A copy may be overwritten, because nobody else
+    can read it.
+    """
     shape = (math.prod(logits.shape[:-1]), logits.shape[-1])
     try:
         return logits.view(shape), False
@@ -64,7 +66,7 @@ def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
 
 
 def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
-    """None where backward makes the gradient, or nothing does."""
+    """None if backward makes the gradient, or if no gradient is wanted."""
     paths = {"in place": ops.cross_entropy_with_grad_, "one pass": ops.cross_entropy_with_grad}
     op = paths.get(path_of_given_logits(logits, handed_over))
     return None if op is None else partial(losses_with_grad, op)

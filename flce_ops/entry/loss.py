@@ -17,8 +17,9 @@ The numbers of rows come from a forward operator:
     a shared vocabulary                                    one of the two on each rank, one exchange: vocab_parallel.py
 
 Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
-which depend on the target. They are computed in three cases: their losses are wanted, as the gradient of token_weight;
-metrics are wanted; the denominator is 0 or nan, which turns every weight into nan.
+which depend on the target alone. There are three cases in which they are not treated as ignored: token_weight gets a
+gradient, which is made of their losses; metrics are wanted; or the denominator is 0 or nan, so that no weight divided
+by it is 0.
 """
 
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
     refuse(op, call, features)
     layout = OneRank()
     if "DTensors" in features:
-        from ..distributed.layout import layout_of_arguments  # imports torch.distributed.tensor only for its users
+        from ..distributed.layout import layout_of_arguments  # only users of DTensors import torch.distributed.tensor
 
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
@@ -112,7 +113,7 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
     if any(problem.statistics):
         options |= asked_of_forward(problem.statistics)
-    if problem.sparse.gradient_threshold and problem.support is None:  # with a support nothing wants a gradient here
+    if problem.sparse.gradient_threshold and problem.support is None:  # with a support this function makes no gradient
         options |= problem.sparse._asdict()
     if problem.batch_invariant:
         options["batch_invariant"] = True
@@ -170,11 +171,13 @@ def loss_of_tokens(
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:
-    """The reduction of tokens with equal factors. The operator counts the tokens: in ATen that takes seven launches."""
+    """The reduction of tokens with equal factors. The operator itself counts the valid tokens, because counting in ATen
+    takes seven launches.
+    """
     input = problem.operands[0]
     if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
         return Reduction(None)
-    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number is
+    if call.normalizer is not None and call.normalizer.device != input.device:  # a number becomes a tensor on the CPU
         return Reduction(None, scalar(1.0, input) * call.normalizer)
     denominator = denominator_of(layout, call, problem)
     return Reduction(None, scalar(1.0, input) if denominator is None else denominator)

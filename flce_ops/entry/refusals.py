@@ -28,14 +28,15 @@ def wants_gradient(call: Any) -> bool:
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", "support")
-# The last three: objectives whose gradients backward always makes; what a layout tells; what a path tells.
+# The last three features do not follow from the arguments: the caller adds them if backward always makes the
+# objective's gradients, or for the layout or the path of the call.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards", "a quantized head", "batch_invariant")
 
 
 def features_of(call: Any) -> set[str]:
-    """The features that the arguments show."""
+    """The features that follow from the arguments alone."""
     values = vars(call)
     found = set()
     for name in GIVEN:

@@ -2,7 +2,7 @@
 token is a function of its log-probability.
 
 composite -> losses_with_grad    one pass: linear_policy_loss_with_grad
-          -> losses_of_rows      differentiable ATen over log-probabilities; always with a sharded vocabulary
+          -> losses_of_rows      differentiable ATen over log-probabilities; the only way with a sharded vocabulary
                                  or with a support
 
 loss_of_tokens in loss.py calls these two. Schemas, kernels and derivatives follow from the tokens, numbers and options

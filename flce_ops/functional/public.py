@@ -86,8 +86,8 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     name += metrics
     inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     if inference and any_dtensor(*given.values()):
-        # Calls the body directly. Autograd's key would run it, but in inference mode DTensor sees the call first and
-        # refuses plain tensors.
+        # Calls the body directly. Usually the dispatcher's autograd key runs the body. In inference mode DTensor sees
+        # the call first, and refuses plain tensors beside DTensors.
         return BODIES[name](**given)
     positional = []
     for argument in POSITIONAL[name]:

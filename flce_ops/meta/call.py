@@ -1,7 +1,7 @@
-"""A call of an operator, declared as a class. The class gives the schema, the argument of kernels, and what autograd
-saves.
+"""A call of an operator, declared as a class. The schema is generated from the class. Kernels take an instance of it,
+and autograd saves one.
 
-class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in its order; a group stands for its fields
+class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in the same order; a group becomes its fields
     operands: Operands                                       (Tensor input, Tensor linear_weight, ...,
     reduction: Reduction                                      Tensor? row_scale, Tensor? denominator=None, *,
     ignore_index: int = -100                                  int ignore_index=-100,
@@ -50,7 +50,7 @@ class Arguments:
 
     choice: Choice = Choice()  # the chosen path and notes on its run, for flce_ops.last_path()
     notes: tuple[str, ...] = ()
-    all_count = False  # whether no token is known to be ignored
+    all_count = False  # whether all tokens are known to be valid
 
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
@@ -136,8 +136,8 @@ class Arguments:
 
     @classmethod
     def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
-        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be of another
-        operator.
+        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be the call of
+        another operator.
         """
         made, known = cls.__new__(cls), vars(call) | own
         for name, group, _, _ in cls.fields:
@@ -151,11 +151,11 @@ class Arguments:
         return operands.num_classes if whole is None else whole
 
     def dispatched(self) -> Any:
-        """What its operator returns."""
+        """Calls the operator through the dispatcher and returns its results."""
         return self.run(getattr(ops, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
-        """A copy of the call with change(name, value) in place of its values."""
+        """A copy of the call in which change(name, value) replaces each value."""
         call = self.of([change(name, value) for name, value in zip(self.index, self.values())])
         call.choice, call.notes = self.choice, self.notes
         return call
@@ -187,7 +187,9 @@ def schema_type(hint: Any) -> str:
 
 
 def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
-    """Decorates a function of such a call, so that it also takes the operator's own arguments."""
+    """Decorates a function that takes an instance of `arguments`, so that it can be called with the operator's
+    arguments instead.
+    """
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)

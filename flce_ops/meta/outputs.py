@@ -1,5 +1,5 @@
-"""What every inner operator does before any work, in its fake kernel and in its real ones: runs checks, allocates
-results.
+"""What every inner operator does first, in its fake kernel and in its real kernels: it checks the arguments and
+allocates the results.
 
 A check belongs to a group of arguments or to an argument's name. It runs for each operator that has such arguments.
 """
@@ -66,7 +66,9 @@ def outputs(call: Any) -> Any:
 
 @functools.cache
 def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], None], Callable | None]]:
-    """The checks, each with a getter of the argument that it checks if that argument may be None."""
+    """The checks of an operator. Each comes with a function that gets the checked argument from a call, if that
+    argument may be None.
+    """
     found: list[tuple[Callable[[str, Any], None], Callable | None]] = []
     for kind, check in CHECKS.items():
         for name, group, start, stop in arguments.fields:
@@ -101,7 +103,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
 
 def check_head(op: str, call: Any) -> None:
     operands = call.operands
-    if isinstance(call, VocabParallelWithGrad):  # its class weights are those of all ranks
+    if isinstance(call, VocabParallelWithGrad):  # its class weights cover the classes of all ranks
         check_operands(op, operands._replace(weight=None))
         return
     topk = isinstance(operands, Operands)
@@ -152,7 +154,7 @@ def check_row(name: str) -> Callable[[str, Any], None]:
 
 
 def check_number(name: str) -> Callable[[str, Any], None]:
-    """Of all tokens, or one for each."""
+    """A check that the argument is one number for all tokens, or one number for each token."""
 
     def check(op: str, call: Any) -> None:
         number = call.values()[call.index[name]]

@@ -71,7 +71,7 @@ class ForwardFunction(OperatorFunction):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        if ctx.traced is not None:  # here: all of the traced forward is known
+        if ctx.traced is not None:  # by now the whole forward graph has been traced
             save_without_version_check(ctx.traced, ops.linear_cross_entropy_forward.default)
         gradients = backward.like(
             call,
@@ -132,7 +132,7 @@ class BackwardInPlaceFunction(OperatorFunction):
 class DoubleBackwardFunction(OperatorFunction):
     """Has derivatives only by its first three arguments.
 
-    These are cotangents, in which it is linear. torch.autograd.functional.hvp differentiates by them.
+    The operator is linear in these three, which are cotangents. torch.autograd.functional.hvp differentiates by them.
     """
 
     arguments = DoubleBackward

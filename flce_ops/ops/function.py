@@ -1,4 +1,5 @@
-"""The base class of every operator's derivative, OperatorFunction: what it saves, and its kernel on the autograd keys.
+"""OperatorFunction, the base class of every operator's derivative: what the operator saves for backward, and its kernel
+on the autograd keys.
 
 Each operator has one OperatorFunction, a `torch.autograd.Function` with `setup_context` and `vmap`. It is called from
 the Autograd key (eager, AOTAutograd) and from the key on which torch.func intercepts calls.
@@ -28,7 +29,7 @@ from ..support.torch_private import (
     has_tangent,
 )
 
-# option numbers and tensors whose gradient is refused
+# groups of options that hold numbers and tensors whose gradient is refused
 GROUPS = (LogitOptions, LossOptions, KlDivOptions)
 NUMBERS = tuple(
     name
@@ -128,7 +129,7 @@ class OperatorFunction(Function):
 
     @classmethod
     def of_logits(cls) -> list[int]:
-        """The numbers that logits are made with, which are of tokens where each has a temperature."""
+        """The indices of logit_scale and softcap. They have a number for each token if each token has a temperature."""
         return [index for name, index in cls.arguments.index.items() if name in LOGIT_NUMBERS]
 
     @classmethod
@@ -186,7 +187,7 @@ def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, .
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
-    needs = ctx.needs_input_grad  # a new tuple at each access
+    needs = ctx.needs_input_grad  # read once, because each access makes a new tuple
     return [needs[arguments.index[name]] for name in names]
 
 

@@ -112,7 +112,7 @@ def kernel(name: str) -> Callable:
 
 @functools.cache
 def launches_of(name: str, kernel: str) -> Callable:
-    """Everything that is launched for a call: forward's launches, and those in backward that belong to no other
+    """Runs everything that a call launches: the launches of forward, and those of backward that belong to no other
     operator.
     """
     launch, function = paths.function(kernel), OPERATORS[name].function
@@ -142,5 +142,5 @@ library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")
 torch.library.register_fake(add_op_namespace_prefix(MULTIPLY), multiply, lib=library)
 torch.library.register_fake(add_op_namespace_prefix(f"{MULTIPLY}_"), lambda made, factor: None, lib=library)
 for _name in (MULTIPLY, f"{MULTIPLY}_"):
-    # called only where gradients are off: in backward, and in the traced graph of a backward
+    # called only while gradients are off: in backward, and in the traced graph of a backward
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -1,4 +1,4 @@
-"""The forward operator of a support, called as that of a head is."""
+"""Calls the forward operator of a support, with the arguments and results of a head's forward operator."""
 
 from typing import Any
 
@@ -19,7 +19,9 @@ def forward_of_support(
     logit_sum: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """The results of linear_cross_entropy_forward, in its order; none for label smoothing, which no caller has."""
+    """Returns results in the order of linear_cross_entropy_forward. There is no logit sum, because no caller has label
+    smoothing.
+    """
     assert operands.weight is None and not logit_sum
     shard = slice(vocab_start, vocab_start + operands.linear_weight.shape[0])
     support = SortedIds(ids, operands.target != ignore_index, num_classes).support(shard)

@@ -84,7 +84,7 @@ class LowRankWithGradFunction(MadeInForward):
         call.reduction, call.output_mask = Reduction(slope), needs
         if torch.is_grad_enabled():
             return cls.made_again(call)
-        # a compiled checkpoint replaces forward's losses by recomputed ones, which would have another reader
+        # if a compiled checkpoint recomputes the losses, they are other tensors than forward's
         _, losses, *gradients = call.dispatched()
         return gradients, losses
 

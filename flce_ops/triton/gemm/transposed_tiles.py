@@ -47,7 +47,7 @@ def transposed_tiles_kernel(
     n,
     V,
     room,  # the largest product of one chunk, in units of the scale
-    first_rows,  # rows of the first chunk; if they hold all valid tokens, the first chunk is the only one
+    first_rows,  # rows of the first chunk; if all valid tokens are in it, it has written the result
     stride_exponent,
     WHOLE: tl.constexpr,  # the number of whole blocks of features
     BLOCK_M: tl.constexpr,

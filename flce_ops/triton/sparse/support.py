@@ -299,9 +299,10 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
 
 
 def by_class(support: Support, tokens: int, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries by class, and by token within one: (E,) where each stands, its token; (V + 1,) where the classes begin.
+    """Sorts the entries by class and, within a class, by token. Returns their order (E,), the token of each sorted
+    entry (E,), and where each class begins (V + 1,).
 
-    Behind these stand entries of no token.
+    Entries that belong to no token come last.
     """
     place = torch.arange(support.classes.shape[0], device=support.classes.device)
     token = torch.searchsorted(support.offsets, place, right=True) - 1
