@@ -1,4 +1,4 @@
-"""Rows whose classes are shared by ranks: combines the numbers of the shards."""
+"""For rows whose classes are spread over ranks: combines the numbers of the shards."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,8 +18,8 @@ def lse_of_shards(
     exp: Callable[[Tensor], Tensor] = torch.exp,
     log: Callable[[Tensor], Tensor] = torch.log,
 ) -> Tensor:  # (...)
-    """A logsumexp whose derivatives, the ranks' shares, add up to 1. torch's derivatives are exp(lse_r - lse) with a
-    rounded lse.
+    """A logsumexp whose derivatives, the ranks' shares, add up to 1. torch.logsumexp computes the derivatives as
+    exp(lse_r - lse) with a rounded lse, so that they add up to 1 only within that rounding.
     """
     largest = lse.detach().amax(0)
     largest = torch.where(largest.isinf(), 0.0, largest)
@@ -29,8 +29,8 @@ def lse_of_shards(
 def log_denominator(row_max: Tensor, log_sum: Tensor, group: str | None, ranks: int) -> Tensor:  # (k, n) each
     """The log of the denominator of k softmaxes over all columns, relative to this rank's row_max.
 
-    One lse a row would not do: in float32 it loses the digits of a small log-sum beside a large maximum. A reverse
-    divergence of logits of size 10 and more had 3 to 5 times the error.
+    The maximum and the log-sum stay two numbers. Their sum lse, in float32, would lose digits of a small log-sum beside
+    a large maximum: reverse divergences of logits of size 10 and more had 3 to 5 times the error.
     """
     row_maxes, log_sums = all_gather(torch.stack([row_max, log_sum]), group, ranks).unbind(1)
     return lse_of_shards(row_maxes - row_max + log_sums)
@@ -79,8 +79,8 @@ class Exchange:
     def finish_statistics(
         self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
     ) -> None:
-        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. Takes
-        one more exchange.
+        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. This
+        takes one more exchange between the ranks.
         """
         if own.lse is None:
             return
@@ -93,8 +93,8 @@ class Exchange:
 
 
 def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # (N,) each, to be filled in
-    """Memory for the statistics that a rank sends the others. They include its lse, which weighs the others. The argmax
-    is exchanged with each chunk.
+    """Memory for the statistics that a rank sends the others. They include the rank's lse, because every statistic is
+    weighted by the rank's share of the probability. The argmax is not included; it is exchanged with each chunk.
     """
     if not any(asked[1:]):
         return TokenStatistics()

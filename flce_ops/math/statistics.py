@@ -1,4 +1,4 @@
-"""Statistics of rows of logits: what they need from the forward operator, and how they follow from its results.
+"""Statistics of rows of logits: what the forward operator must return for them, and how they follow from its results.
 
 With z the row of logits (scaled, capped and divided by the temperature), p = softmax(z) and V classes:
 
@@ -65,7 +65,7 @@ def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> Token
 
 
 def statistics_of_shards(asked: Statistics, per_shard: TokenStatistics) -> TokenStatistics:  # (R, N) -> (N,)
-    """`per_shard` has every rank's lse, and the requested ones of entropy, log_sum_sq_probs and mean_logit."""
+    """`per_shard` has every rank's lse, and entropy, log_sum_sq_probs and mean_logit as far as they are requested."""
     lse, entropy, squares, mean_logit = per_shard[1:]
     log_share = lse.log_softmax(0)
     share = log_share.exp()

@@ -1,4 +1,4 @@
-"""The words of language.py for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
+"""The operations of language.py for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
-LARGE = tl.constexpr(64.0)  # in base 2: beside e^a with a larger a, 1 no longer counts
+LARGE = tl.constexpr(64.0)  # in base 2: for a larger a, 1 + 2^a equals 2^a in float32
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def two_passes(head: Head) -> StepCost:
 
 
 def per_token(head: Head) -> StepCost:
-    """The cost of reduction="none": as two_passes, except for tokens whose logits are saved."""
+    """The cost of reduction="none": the same as two_passes, except for tokens whose logits are saved."""
     rows = rows_to_save(CallFacts("cuda", head.dtype, wants_gradient=True), head.tokens, head.vocab)
     cost, share = two_passes(head), rows / head.tokens
     kernels = "triton" if runs_on_triton("backward", head) else "aten"
@@ -142,7 +142,7 @@ def one_pass_triton(head: Head) -> StepCost:
         temporaries=max(first.temporaries + scales_bytes(head), after.temporaries + VECTOR_BYTES * first.rows),
         passes=(first.passes * first.rows + after.passes * rest.tokens) / head.tokens,
         rows=max(first.rows, after.rows),
-        # the first of the other chunks is added, too
+        # the first ordinary chunk is added to the overlay chunk's result, too
         addition_bytes=after.addition_bytes + 2 * head.weight_bytes,
         added_rows=after.rows,
         sum_bytes=first.sum_bytes + after.sum_bytes,

@@ -1,4 +1,6 @@
-"""The operator call that this thread runs. Nested code uses it for work done once for a kind of call."""
+"""The operator call that this thread is running. Code below the operator uses it to compile the kernels of such calls
+ahead (triton/launch/ahead.py).
+"""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +8,7 @@ from typing import Any
 
 
 class Running(threading.local):
-    launch: Callable | None = None  # everything that is launched for the call, in backward, too
+    launch: Callable | None = None  # a function that launches all kernels of the call, those of backward included
     call: Any = None  # its Arguments
 
 

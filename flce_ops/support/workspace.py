@@ -31,11 +31,11 @@ DEFAULT_WORKSPACE_BYTES = 512 << 20
 SAVED_WORKSPACES = 2
 
 # The ATen kernels sum gradients of half operands over chunks in float32 if that sum is small: at most half the
-# workspace, or this many bytes. A larger sum keeps its own dtype and is rounded once a chunk
+# workspace, or this many bytes. A larger sum stays in the operands' dtype and is rounded after each chunk
 # (flce_ops/aten/gradients.py).
 FLOAT32_SUM_BYTES = 32 << 20
 
-# A user who sets fewer bytes mostly means MiB.
+# Fewer bytes than this cause a warning, because the user probably meant MiB.
 SUSPICIOUS_BYTES = 32 << 10
 
 # What operators hold for each token besides matrices: factors, losses, indices, about 30 vectors.
@@ -56,8 +56,8 @@ class Budget:
     def __init__(self, nbytes: int | None) -> None:
         self.nbytes = nbytes
         # Blocks entered since the last `set` and not left, the youngest last. Each change is one list operation, which
-        # is atomic. A lock would not do. The block of an abandoned generator is left when the generator is collected,
-        # which can happen inside any allocation, also one under the lock.
+        # is atomic. A lock could deadlock: the block of an abandoned generator is left when the generator is
+        # garbage-collected, which can happen at any allocation, also while this thread holds the lock.
         self.blocks: list[Block] = []
 
     def get(self) -> Any:

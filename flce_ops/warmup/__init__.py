@@ -22,7 +22,7 @@ from ..support.vendor import H200, Chip
 
 __all__ = ["FUNCTIONS", "warmup"]
 
-TOKENS = 512  # of the call that is traced; its kernels are compiled for every number
+TOKENS = 512  # tokens of the traced call; the kernels are compiled for any number of tokens
 INNER = {getattr(ops, name).default: name for name in OPERATORS}
 FUNCTIONS = {
     function.__name__: function
@@ -78,7 +78,7 @@ def warmup(
 
     calls = [options]
     if options.get("support") is not None:
-        calls.append(options | {"support": None})  # of the tokens without one
+        calls.append(options | {"support": None})  # the kernels for tokens without a support
 
     def trace() -> None:
         for options_of_call in calls:
@@ -149,7 +149,7 @@ def driver_of(chip: Chip, present: bool):
             return GPUTarget("cuda", chip.capability, 32)
 
         def get_current_device(self) -> int:
-            return -chip.capability  # negative, so that kernels of one GPU are not taken for another's
+            return -chip.capability  # negative, so that kernels compiled for this GPU are not used on another device
 
         def get_current_stream(self, device: int) -> int:
             return 0
