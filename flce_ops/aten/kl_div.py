@@ -8,7 +8,7 @@
     divergence, G                        for a block of rows: flce_ops/objectives/divergence.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
 
-All (n, V) matrices are in the accumulation dtype (float32 for half operands). G is rounded once, for the GEMMs.
+All (n, V) matrices are in the accumulation dtype (float32 for 16-bit operands). G is rounded once, for the GEMMs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

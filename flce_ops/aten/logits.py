@@ -11,8 +11,8 @@ softcap):
     G_ij = ((l_i + h_i (z_ij - lse_i - hbar_i)) p_ij + m_i w_j + a_i [j = y_i]) f'_ij
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
-z, p and G are in the accumulation dtype (float32 for half operands). G is rounded to the operands' dtype once, for the
-two GEMMs. flce_ops/aten/double_backward.py has the second derivatives.
+z, p and G are in the accumulation dtype (float32 for 16-bit operands). G is rounded to the operands' dtype once, for
+the two GEMMs. flce_ops/aten/double_backward.py has the second derivatives.
 
 Functions on a block of logits work in place. The kernels apply them to rows of a chunk. flce_ops/decompositions.py
 applies them to blocks of classes and makes the result functional.

@@ -136,7 +136,7 @@ LOSS = {
 # The Triton kernels save z, the logits after the cap, from which dz/du cannot be computed where the cap saturates.
 UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
 # lse must be computed from exactly the logits that are saved, so rounded copies cannot be saved. On other GPUs the
-# product of half operands is float32. And one class has loss 0 only if logit and lse come from one product.
+# product of 16-bit operands is float32. And one class has loss 0 only if logit and lse come from one product.
 PRODUCT_SAVED = Condition(
     "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
     lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),

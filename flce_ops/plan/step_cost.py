@@ -224,7 +224,8 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
 
 
 def one_pass_aten(head: Head) -> StepCost:
-    # bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding half: 4 + 2
+    # bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding to 16 bits: 4
+    # + 2
     return aten(head, passes=3, bytes_per_logit=36)
 
 
@@ -261,7 +262,8 @@ def dense_eager(head: Head) -> StepCost:
         temporaries=max(12 * head.logits - gradients, size * head.logits),
         passes=3,
         rows=head.tokens,
-        # upcast; log_softmax reads and writes; nll_loss writes its gradient; log_softmax's backward; rounding to half
+        # upcast; log_softmax reads and writes; nll_loss writes its gradient; log_softmax's backward; rounding to 16
+        # bits
         bytes_per_logit=upcast + 8 + 4 + 12 + upcast,
     )
 

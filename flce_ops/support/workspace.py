@@ -27,10 +27,10 @@ import torch
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
 # The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 that is no
-# more than the gradients that a scalar loss holds at that time, D (N + V) half numbers.
+# more than the gradients that a scalar loss holds at that time, D (N + V) 16-bit numbers.
 SAVED_WORKSPACES = 2
 
-# The ATen kernels sum gradients of half operands over chunks in float32 if that sum is small: at most half the
+# The ATen kernels sum gradients of 16-bit operands over chunks in float32 if that sum is small: at most half the
 # workspace, or this many bytes. A larger sum stays in the operands' dtype and is rounded after each chunk
 # (flce_ops/aten/gradients.py).
 FLOAT32_SUM_BYTES = 32 << 20
@@ -140,12 +140,13 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
         nbytes: temporary memory of one call. Kernels read the value when they run, in compiled graphs too, so nothing
             is compiled again. At least 128 rows of logits are always held (64 on a CPU, except in linear_kl_div), so a
             very small value is exceeded rather than refused. On a CPU a chunk takes no more than 16 MiB, unless that is
-            fewer than 128 rows. The ATen kernels sum the weight's gradient of half operands over chunks in float32 if
+            fewer than 128 rows. The ATen kernels sum the weight's gradient of 16-bit operands over chunks in float32 if
             that (V, D) sum takes at most half of nbytes or 32 MiB, on a CPU over more than 8 chunks. The float32 sums
             of a double backward come on top.
         retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs) and a
-            scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of half operands: 3 GEMM
-            passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was traced.
+            scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of 16-bit operands: 3
+            GEMM passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was
+            traced.
 
     Raises:
         ValueError: `nbytes` is not a positive integer, or `retained` a negative one.

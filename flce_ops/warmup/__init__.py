@@ -49,7 +49,7 @@ def warmup(
     Args:
         hidden: D, features of the hidden states.
         vocab: V, classes.
-        dtype: of hidden states and weight; Triton's paths take half dtypes.
+        dtype: of hidden states and weight; Triton's paths take 16-bit dtypes.
         function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_policy_loss``, ``linear_kl_div``
             (of a teacher of the same size) or ``cross_entropy`` of given logits, where ``hidden`` does nothing.
         bias: whether the head has one.

@@ -43,7 +43,7 @@ def weight_tiles_for(grad_weight: Tensor) -> Tiles:
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
-    """Tiles of the weight gradient if it is added to a buffer. Tensor maps then only load the half operands."""
+    """Tiles of the weight gradient if it is added to a buffer. Tensor maps then only load the 16-bit operands."""
     return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
 
 

@@ -4,7 +4,7 @@
             head                                      tail         up to VEC - 1 numbers on either side, the edges
 
 A program reads BLOCK_G groups at a time, as a tile (BLOCK_G, VEC). A group is one load of one thread, so reductions
-along a group stay in the thread. A thread holds 32-bit words, which contain two half numbers each:
+along a group stay in the thread. A thread holds 32-bit words, which contain two 16-bit numbers each:
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 

@@ -117,7 +117,7 @@ def spread_rows_kernel(
 def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor) -> None:
     """Moves row k to the place of the k-th valid token. Rows of ignored tokens become zeros."""
     tokens, columns = matrix.shape
-    # 32 columns are 64 bytes of half numbers, and 128 programs at D = 4096. Fewer columns a program took 1.5 times as
+    # 32 columns are 64 bytes of 16-bit numbers, and 128 programs at D = 4096. Fewer columns a program took 1.5 times as
     # long. Fewer rows at a time wait for memory more often: H200, 23 us at 8192x1024 with 1024 rows, 33 with 256.
     block_d = 64 if interpreted(matrix) else 32
     spread_rows_kernel[(triton.cdiv(columns, block_d),)](
