@@ -209,7 +209,7 @@ def sparse_products(call: dict) -> tuple[bool, bool]:
 
 
 def has_topk(call: dict) -> bool:
-    """Whether target has several classes a token. (linear_kl_div's target, which may be None, only says which tokens
+    """Whether target has several classes per token. (linear_kl_div's target, which may be None, only says which tokens
     count.)
     """
     target = call.get("target")

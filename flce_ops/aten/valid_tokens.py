@@ -10,8 +10,8 @@ in the results:
                  results are filled where ignored
 
 The number of valid tokens is data. A CPU may read it. On a GPU the host would have to wait for all queued work. There,
-zeros in input are the cheapest way to keep out nan and inf: they take D numbers a row, where a mask of the logits would
-take V, and the product for grad_linear_weight reads input, too.
+zeros in input are the cheapest way to keep out nan and inf: they take D numbers per row, where a mask of the logits
+would take V, and the product for grad_linear_weight reads input, too.
 """
 
 import functools

@@ -226,7 +226,7 @@ def loss_and_gradients(
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
     for chunk, product in products:
-        # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
+        # if ranks share the vocabulary, a chunk is one block: one exchange per chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
         for rows, block in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))

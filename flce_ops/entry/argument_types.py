@@ -40,8 +40,8 @@ ELSEWHERE = {
 
 
 def typed(function: Function) -> Function:
-    """Returns `function`, or a class's constructor, with checks of its arguments' types. `run.check` does only the
-    checks.
+    """Returns `function`, or a class's constructor, with checks of its arguments' types. `run.check(args, kwargs)` runs
+    the checks alone.
 
     If a function gets a tensor for a number to which no gradient flows, it refuses the tensor and says so: reading the
     value would lose the tensor's graph silently. Modules pass their options on without these checks.

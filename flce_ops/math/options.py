@@ -134,7 +134,7 @@ class LogitOptions(NamedTuple):
 class Cotangents(NamedTuple):
     """The gradients of the objective by target_logit, lse and logit_sum, (N,) each."""
 
-    grad_target_logit: Tensor | None  # (N, K) with several classes a token
+    grad_target_logit: Tensor | None  # (N, K) with several classes per token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
 
@@ -259,8 +259,8 @@ def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor 
 
 
 def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
-    """A number becomes the tensor that the entry operators take. Dynamo traces this function; a float that changes has
-    type float there.
+    """A number becomes the tensor that the entry operators take. Dynamo traces this function. In the trace a SymFloat,
+    too, counts as a float.
     """
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer

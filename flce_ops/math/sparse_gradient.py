@@ -103,7 +103,9 @@ def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of [0, 2^32), in int64. Products wrap around, and their low 32 bits are right."""
+    """A bijection of [0, 2^32), in int64. Products may overflow int64, but their low 32 bits, which are used, are
+    right.
+    """
     x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ (x >> 16)

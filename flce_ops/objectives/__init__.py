@@ -1,7 +1,7 @@
 """Objectives: what is computed from a row of logits. One file each, with its mathematics once for ATen and Triton.
 
 row.py                      the protocol of a row objective: its two functions, losses and slopes of N tokens
-cross_entropy.py            one class or K classes a token, class weights, label smoothing, z-loss
+cross_entropy.py            one class or K classes per token, class weights, label smoothing, z-loss
 policy.py                   the loss of a token under a policy: PPO, CISPO, KL estimators
 given_slopes.py             cotangents that backward receives, as slopes
 class_probabilities.py      targets that are distributions: a divergence minus a constant

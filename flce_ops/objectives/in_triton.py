@@ -78,7 +78,8 @@ def log_ratio(log_q, log_p, q):
 
 @triton.jit
 def log2_within_2_22(x):
-    """log2 within 2^-22: absolute between 0.5 and 2, relative elsewhere. Stored logits are within 2^-12.
+    """log2 within 2^-22: absolute between 0.5 and 2, relative elsewhere. That is enough, because the stored logits have
+    errors of up to 2^-12.
 
     tl.log2 is a polynomial of 25 instructions an entry, a third of the work of "jsd".
     """

@@ -49,7 +49,7 @@ class CallFacts(NamedTuple):
     rank_without_classes: bool = False
     trains_weight: bool = False  # with a low-rank pair: linear_weight gets a gradient
     class_scale: bool = False  # with a low-rank pair: there is a class scale
-    topk: bool = False  # several classes a token
+    topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
     batch_invariant: bool = False

@@ -224,8 +224,8 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
 
 
 def one_pass_aten(head: Head) -> StepCost:
-    # bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding to 16 bits: 4
-    # + 2
+    # bytes per logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding to 16 bits:
+    # 4 + 2
     return aten(head, passes=3, bytes_per_logit=36)
 
 

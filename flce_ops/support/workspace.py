@@ -26,8 +26,8 @@ import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
-# The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 that is no
-# more than the gradients that a scalar loss holds at that time, D (N + V) 16-bit numbers.
+# The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 this is no
+# more than a scalar loss keeps between forward and backward: its gradients, D (N + V) 16-bit numbers.
 SAVED_WORKSPACES = 2
 
 # The ATen kernels sum gradients of 16-bit operands over chunks in float32 if that sum is small: at most half the

@@ -55,7 +55,7 @@ def chunk_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradie
     apart = hidden * size * (gradients.input is None)
     of_both = 1 if teacher_input is None else 2
     tiles = triton.cdiv(classes, tiles_for(input).block_n)
-    of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # row sums and tile maxima
+    of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # float32 row sums and tile maxima
     # with a teacher model, grad_input's float32 products use the memory of the teacher's logits
     reserved = small_bytes() if teacher_input is None else small_bytes() // 8
     if teacher_input is not None and not fits_in_logits(teacher_input, classes, size):

@@ -241,8 +241,8 @@ class InputGradient:
         if self.whole and (0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden)):
             return  # with one split for any number of valid tokens, the GEMM has finished
         rows, columns = 8, 256
-        # About 16 programs a multiprocessor. With one program for each block of 4096x4096, returning took 9 us when no
-        # token is valid.
+        # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when
+        # no token is valid.
         blocks = min(triton.cdiv(n, rows), triton.cdiv(16 * self.programs, triton.cdiv(hidden, columns)))
         finish_product_kernel[(blocks, triton.cdiv(hidden, columns))](
             self.product,

@@ -10,7 +10,7 @@ if no row is marked. Otherwise:
         for a block of which a row is marked:    acc = E.T @ (c input),  sum scale + acc  under a new scale
 
 So a program needs only a few reads to look for marks. A kernel that looked at every tile separately and ran its
-epilogue took 270 us a chunk, half as long as the chunk's products (H200, 16384x2048x128256, chunks of 384 tokens).
+epilogue took 270 us per chunk, half as long as the chunk's products (H200, 16384x2048x128256, chunks of 384 tokens).
 """
 
 import triton

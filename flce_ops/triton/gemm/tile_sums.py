@@ -71,7 +71,7 @@ def max_and_sum_kernel(
     guard_ptr,  # () int32 that holds the largest row sum; None: every row, two results
     partial_max_ptr,  # (T, n) base 2
     partial_ptr,  # (T, n)
-    row_sum_ptr,  # (n,), read with the guard
+    row_sum_ptr,  # (n,), read only if there is a guard
     # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum). With the guard: (n,)
     # out, the sum of both, written only for rows whose row_sum is too large.
     out_ptr,

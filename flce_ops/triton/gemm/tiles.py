@@ -47,10 +47,10 @@ class LogitsTiles(Tiles):
 #   655 / 617 / 587   the same, but each tile stored whole
 #   660 / 625 / 579   four stages (which fit only if the tile is stored in halves)
 #   671 / 636 / 548   warp-specialised, not flattened
-#   508 / 477 / 403   128x128, two programs a multiprocessor
+#   508 / 477 / 403   128x128, two programs per multiprocessor
 HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
 HOPPER_SHALLOW = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
-# With four warps ptxas keeps up to 2 KiB of registers a thread in memory, with eight none in most variants (sm_80,
+# With four warps ptxas keeps up to 2 KiB of registers per thread in memory, with eight none in most variants (sm_80,
 # sm_120: python -m benchmarks.kernels.compile_cards). No such card was available, so neither was timed.
 AMPERE = LogitsTiles(128, 128, 32, num_warps=8, num_stages=3, tma=False, flatten=False)
 INTERPRETER = LogitsTiles(32, 128, 32, num_warps=1, num_stages=1, flatten=False, tma=False)

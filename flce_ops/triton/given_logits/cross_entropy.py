@@ -43,8 +43,8 @@ class Tile(NamedTuple):
     block_g: int  # the size of a block, in groups of 16 bytes
     held: int = 0  # at most this many blocks stay in registers
     num_stages: int = 4  # loads in flight for blocks that are read twice, the current one included
-    registers: int | None = None  # registers a thread
-    programs: int = 1  # programs a multiprocessor runs at a time
+    registers: int | None = None  # registers per thread
+    programs: int = 1  # programs per multiprocessor runs at a time
 
 
 # H200: bandwidth of the kernel relative to a copy's (4.2 to 4.3 TB/s). bfloat16 at V = 32000, 50304, 128256, 151936 |
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 #   .79 + .94   .88 + .90   .76   .74 | .91   .81   .70    SHORT
 #                           .78   .78 |             .74    LONG
 #                                     | .86   .86          LONG_FLOAT32
-#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs a multiprocessor
+#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs per multiprocessor
 #   .85         .85 + .86   .74       | .86   .78   .68    SHORT, but each program reads a row while it writes another
 SHORT = Tile(8, 512, held=8, registers=128, programs=2)
 LONG = Tile(16, 1024, held=8)

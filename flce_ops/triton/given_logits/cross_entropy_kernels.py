@@ -1,4 +1,4 @@
-"""The kernel of given logits: one program a row. It reads the row from HBM once and writes its gradient once.
+"""The kernel of given logits: one program per row. It reads the row from HBM once and writes its gradient once.
 
                  V
         ┌──┬──┬──┬──┬──┬──┬──┐    The first blocks of a row stay in registers. The others are read twice, the second

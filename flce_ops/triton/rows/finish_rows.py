@@ -80,7 +80,9 @@ class FinishedRows(NamedTuple):
 
 @triton.jit
 def with_shares(row_sum, shares, SOFT: tl.constexpr):
-    """Z, raised to at least the target's exponential: the two sum the same products in different orders."""
+    """Returns Z, or the target's exponential if that is larger. The exact Z cannot be smaller, but both are sums of the
+    same products in different orders, with different rounding errors.
+    """
     if SOFT:
         return tl.maximum(row_sum, tl.max(shares, 0), propagate_nan=tl.PropagateNan.ALL)
     else:

@@ -79,7 +79,7 @@ def gather_tokens_kernel(
     BLOCK_D: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair
 ):
-    """One program a row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
+    """One program per row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
     row = tl.program_id(0)
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
@@ -152,7 +152,7 @@ def topk_logits_kernel(
     BLOCK_TOPK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)

@@ -44,7 +44,7 @@ class KnownRows(NamedTuple):
     lse: Tensor
     lse_rest: Tensor | None
     expected_log_prob: Tensor | None
-    grad_target_logit: Tensor | None  # (N, K) with several classes a token
+    grad_target_logit: Tensor | None  # (N, K) with several classes per token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
     grad_expected_log_prob: Tensor | None
@@ -180,7 +180,7 @@ def launch_gradient_factors(
 ) -> tuple[Gradient, Tensor, Tensor, Tensor]:
     """Returns the epilogue's operands, G at the target in float32, what rounding takes from it, and its column.
 
-    (n,) each. With several classes a token G is (n, K), and the last two belong to the largest entry.
+    (n,) each. With several classes per token G is (n, K), and the last two belong to the largest entry.
     """
     column = at_target.column
     n, topk = column.shape[0], column.dim() == 2

@@ -1,4 +1,4 @@
-"""Helpers for kernels with K classes a token: the summed weight of equal classes, and the largest entry.
+"""Helpers for kernels with K classes per token: the summed weight of equal classes, and the largest entry.
 
 A row's targets are processed topk_at_a_time. Equal classes of a token name one entry of its row. Each of them computes
 the whole entry, in the same order, and all write the same number. So no atomics are needed, and every run has the same

@@ -6,7 +6,7 @@
                                         └───────────┘
 A program computes BLOCK_D columns of one result and reads eight rows of the table at a time. The bandwidth of the L2
 limits it. Programs of the same block of columns run one after another, so frequent rows stay in the L2. H200, 8192
-tokens, 352 entries a row, 23.6 GB of rows of linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2
+tokens, 352 entries per row, 23.6 GB of rows of linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2
 warps; 3.1 ms with 1024 and 4, 8.0 with sixteen rows at a time, whose sum crosses warps.
 
 Lists of very different lengths are split, so that no program walks a long list alone. The sums of the splits are added

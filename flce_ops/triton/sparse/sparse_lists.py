@@ -9,9 +9,9 @@ are, and q.
     list  │ class, value │ class, value │ ...
 
 Each pass has one program for each row; the second pass has several if the list may be long. Pass 1 reads E from HBM
-once, 32 bytes a thread. It computes one sum for each group. Pass 2 does what single entries need: their running sums in
-64 bits, their random numbers, and the comparison with the target. At each place of the list, pass 1 stores what pass 2
-starts from: the group, the number of the kept entry within the group, and the running sum before the group.
+once, 32 bytes per thread. It computes one sum for each group. Pass 2 does what single entries need: their running sums
+in 64 bits, their random numbers, and the comparison with the target. At each place of the list, pass 1 stores what pass
+2 starts from: the group, the number of the kept entry within the group, and the running sum before the group.
 
 Tiles and groups divide the whole vocabulary, also if ranks share it. Column c of a rank is at place BEFORE + c, counted
 from the start of the tile that holds the rank's first class. If BEFORE is no multiple of 16, a group of this rank's
@@ -62,7 +62,7 @@ class Lists(NamedTuple):
     @property
     def walkers(self) -> int:
         """The number of programs for a list. A few tokens fill their lists: at a threshold of 2^-12 a trained model
-        keeps 200 entries a token on average, and 4,000 for some tokens.
+        keeps 200 entries per token on average, and 4,000 for some tokens.
         """
         return max(self.entries.shape[1] // ENTRIES_OF_WALKER, 1)
 
@@ -187,7 +187,7 @@ def last_shares_kernel(
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
-    """One program a row: sums q over the row's last tile."""
+    """One program per row: sums q over the row's last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
     if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
@@ -295,7 +295,7 @@ def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClass
 
 
 def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
-    """(n,) int64, the argument `carried` of launch_lists. The row sums must be those of whole rows."""
+    """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must cover the classes of all ranks."""
     compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
     last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)

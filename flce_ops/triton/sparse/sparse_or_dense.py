@@ -18,7 +18,7 @@ Making lists costs time even if the device then finds all blocks dense: 4.5 ms i
 2^-12. So if D, V and the threshold say that lists are unlikely to pay, the host launches an exact step in the first
 place:
 
-    lists, if USUAL_SHARE / threshold, the usual entries a token, < worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
+    lists, if USUAL_SHARE / threshold, the usual entries per token, < worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
 """
 
 from typing import NamedTuple
@@ -37,8 +37,8 @@ from .live_tiles import LIVE, ComparedRows, Steps
 
 CLASSES_PER_ENTRY = 96
 # LISTS_COST / D is the cost of making and sorting lists, relative to the GEMMs over all classes. To make the lists,
-# kernels read V numbers a token; the GEMMs take 4 V D operations a token. Measured: 2.0 of 25 ms at 8192x4096x128256,
-# 0.8 of 2.4 at 8192x1024x50304.
+# kernels read V numbers per token; the GEMMs take 4 V D operations per token. Measured: 2.0 of 25 ms at
+# 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
 LISTS_COST = 320
 # A token keeps at most 1 / threshold entries. USUAL_SHARE is the usual fraction of that number. Measured: 0.07 to 0.09
 # with the hidden states of trained models (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12). The
@@ -72,7 +72,7 @@ def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:
 
 
 def worth(num_classes: int, hidden: int) -> float:
-    """The number of entries a token at which lists take as long as GEMMs over `num_classes` classes. Negative if D is
+    """The number of entries per token at which lists take as long as GEMMs over `num_classes` classes. Negative if D is
     small.
     """
     return (1.0 - LISTS_COST / hidden) * num_classes / CLASSES_PER_ENTRY

@@ -5,7 +5,7 @@
           └───┴───┴───────────│  row 7    │ · input_i        └───┴────────────│  row i    │
                               └───────────┘                                   └───────────┘
                               linear_weight                                       input
-    forward    u = input_i . row, one program a token; then the numbers of its row, in nats
+    forward    u = input_i . row, one program per token; then the numbers of its row, in nats
     backward   g of each entry, from u; grad_input_i = sum g row, over the token's list
                                         grad_linear_weight_j = sum g row, over the class's list, made by a sort
 
@@ -56,7 +56,7 @@ def support_products_kernel(
     ENTRIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
     for first in range(begin, end, ENTRIES):
@@ -95,7 +95,7 @@ def support_rows_kernel(
     vocab_start,
     BLOCK: tl.constexpr,
 ):
-    """One program a token: finds the largest logit, then sums exponentials relative to it. A token without a support
+    """One program per token: finds the largest logit, then sums exponentials relative to it. A token without a support
     gets 0, and an argmax of -1.
     """
     target_logit_out, lse_out, expected_out, max_logit_out, argmax_out, squares_out, mean_out, lse_rest_out = results
@@ -215,7 +215,7 @@ def support_gradient_kernel(
     vocab_start,
     BLOCK: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     lse_ptr, lse_rest_ptr, expected_ptr, grad_lse_ptr, grad_expected_ptr = rows
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)

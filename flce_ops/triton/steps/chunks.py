@@ -95,7 +95,7 @@ class Problem(NamedTuple):
     def fitting(self) -> int:
         """How many rows fit in a chunk."""
         reserved = self.range_bytes()
-        reserved += small_bytes() * self.sum_pairs  # room for numbers a row and tile beyond the two of every step
+        reserved += small_bytes() * self.sum_pairs  # room for numbers per row and tile beyond the two of every step
         # grad_input, if wanted, holds the gathered tokens
         row_bytes = 0 if self.want_input else self.hidden * self.itemsize
         fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)

@@ -74,7 +74,7 @@ def launch_exponentials(
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
-    scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
+    scratch: Tensor | None = None,  # flat float32, memory for two numbers per row and tile
     pair: Pair = NO_PAIR,
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands

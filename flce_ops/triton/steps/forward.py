@@ -80,7 +80,7 @@ def store_topk_logits_kernel(
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """One program a row. Ignored tokens, and slots whose class another rank has, get 0."""
+    """One program per row. Ignored tokens, and slots whose class another rank has, get 0."""
     row = tl.program_id(0)
     counts = row < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + row).to(tl.int64)

@@ -29,7 +29,7 @@ BLOCK_V = 256  # slices are whole tiles of the logits GEMM
 # With more slices, their GEMMs become inefficient. Also the scratch memory, which is one slice, would have less than 8
 # bytes for each row and tile.
 SLICES_AT_MOST = 32
-SUM_BYTES = 8  # bytes a row and tile: a maximum and its column
+SUM_BYTES = 8  # bytes per row and tile: a maximum and its column
 
 
 @dataclass(frozen=True)
