@@ -295,7 +295,7 @@ def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClass
 
 
 def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
-    """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must cover the classes of all ranks."""
+    """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must be those over all ranks."""
     compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
     last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
