@@ -204,11 +204,6 @@ class TokenLosses:
         """The class weights whose sum divides the mean. Soft targets have none: their mean is over tokens."""
         return self.operands.weight if self.target_weight is None else None
 
-    @property
-    def options(self) -> dict[str, int | float | Tensor | None]:
-        """The options by name, as the operators take them."""
-        return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
-
 
 # Numbers that the user passes, in the order of the entry operators' schemas.
 Scalar = Annotated[float, "Scalar"]

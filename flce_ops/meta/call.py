@@ -124,7 +124,7 @@ class Arguments:
         call = cls.__new__(cls)
         fields = call.__dict__
         for name, group, start, stop in cls.fields:
-            fields[name] = values[start] if group is None else group._make(values[start:stop])
+            fields[name] = values[start] if group is None else tuple.__new__(group, values[start:stop])
         return call
 
     @classmethod
@@ -135,9 +135,9 @@ class Arguments:
         return cls.of(values)
 
     @classmethod
-    def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
-        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be of another
-        operator.
+    def like(cls: type[Self], call: Any, **own: Any) -> Self:
+        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be a call of
+        another operator, or TokenLosses.
         """
         made, known = cls.__new__(cls), vars(call) | own
         for name, group, _, _ in cls.fields:
@@ -169,8 +169,12 @@ class Arguments:
 
     @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
-        """Calls `op` with these values."""
-        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
+        """Calls `op` with these values. The dispatcher fills in defaults faster than it takes them."""
+        named = {}
+        for name, value, default in zip(cls.keywords, values[cls.positional :], cls.defaults[cls.positional :]):
+            if value is not default:
+                named[name] = value
+        return op(*values[: cls.positional], **named)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:
