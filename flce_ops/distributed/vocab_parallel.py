@@ -25,9 +25,9 @@ from ..math.precision import accumulation_dtype
 from ..math.shards import argmax_of_shards, lse_of_shards
 from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import in_columns
-from ..meta.arguments import LogitsForward
+from ..meta.arguments import Forward, LogitsForward
 from ..ops.autograd import finite_in_empty_rows
-from ..ops.support_rows import numbers_of_rows
+from ..ops.support_rows import forward_of_support
 from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -109,9 +109,11 @@ def rows_of_shard(
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     first = num_classes if empty else classes.start
-    results = numbers_of_rows(
-        problem, num_classes, operands=operands, vocab_start=first, vocab_size=num_classes, **asked
-    )
+    own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
+    if problem.support is None:
+        results = Forward.like(problem, **own).dispatched()
+    else:
+        results = forward_of_support(problem, problem.support, num_classes, **own)
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
     numbers = {
         "logit_sum": logit_sum,

@@ -42,11 +42,11 @@ from ..math.precision import accumulation_dtype
 from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
 from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import beside_topk
-from ..meta.arguments import LogitsForward
+from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
-from ..ops.support_rows import numbers_of_rows
+from ..ops.support_rows import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
@@ -106,7 +106,10 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if isinstance(problem.operands, LogitOperands):
         target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
-    found = numbers_of_rows(problem, layout.num_classes, **asked)
+    if problem.support is None:
+        found = Forward.like(problem, **asked).dispatched()
+    else:
+        found = forward_of_support(problem, problem.support, layout.num_classes, **asked)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
 

@@ -119,6 +119,8 @@ class LogitOptions(NamedTuple):
 
     def of(self, rows: slice | Tensor) -> "LogitOptions":
         """The options for the logits of these rows, () or (n, 1)."""
+        if self.softcap is None and self.logit_scale is None:
+            return self
         return changed(self, lambda option: option[rows].unsqueeze(1) if option.dim() else option)
 
     def contiguous(self) -> "LogitOptions":

@@ -152,7 +152,8 @@ class Arguments:
 
     def dispatched(self) -> Any:
         """What its operator returns."""
-        return self.run(getattr(ops, self.op), self.values())
+        positional, named = self.as_passed(self.values())
+        return getattr(ops, self.op)(*positional, **named)
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call with change(name, value) in place of its values."""
@@ -168,13 +169,19 @@ class Arguments:
         return values
 
     @classmethod
-    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
-        """Calls `op` with these values. The dispatcher fills in defaults faster than it takes them."""
-        named = {}
-        for name, value, default in zip(cls.keywords, values[cls.positional :], cls.defaults[cls.positional :]):
+    def as_passed(cls, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Positional and named arguments, without defaults: the dispatcher fills them in faster than it takes them."""
+        count, named = cls.positional, {}
+        for name, value, default in zip(cls.keywords, values[count:], cls.defaults[count:]):
             if value is not default:
                 named[name] = value
-        return op(*values[: cls.positional], **named)
+        return values[:count], named
+
+    @classmethod
+    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
+        """Calls `op` with these values."""
+        positional, named = cls.as_passed(values)
+        return op(*positional, **named)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:
