@@ -115,7 +115,7 @@ def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
     total = large + small
     part = total - large
     rest = (large - (total - part)) + (small - part)
-    return total, rest.nan_to_num(0.0)
+    return total, rest.nan_to_num_(0.0)
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)

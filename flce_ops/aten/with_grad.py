@@ -225,10 +225,14 @@ def loss_and_gradients(
     nbytes, multiple = block_bytes(input), multiple_of(call)
     for chunk, product in products:
         # ranks exchange once a chunk
-        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
-        for rows, block in blocks:
+        of_rows = (column, valid, scale, losses)
+        if shared:
+            blocks = [(chunk, product, *(vector[chunk] for vector in of_rows))]
+        else:
+            blocks = row_blocks(input, chunk, product, nbytes, *of_rows, multiple=multiple)
+        for rows, block, own_column, own_valid, own_scale, own_losses in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))
-            found = logits.gather(1, column[rows])
+            found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
             logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight)
             largest = shared.largest(logits) if shared else None
@@ -240,21 +244,22 @@ def loss_and_gradients(
                     rows, row_max, row_sum, target_logit, logit_sum, largest
                 )
                 lse_rest = None
-            of_rows, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-            distance = torch.where(beside_topk(valid[rows], distance), distance, 0.0)  # ignored rows may have inf
-            losses[rows], slopes = of_rows.losses_and_slopes(distance, lse, logit_sum)
+            own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
+            distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
+            found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
+            own_losses.copy_(found)
             if log_probs is not None:
                 log_probs[rows] = -distance
-            cotangents = of_rows.cotangents(slopes, scale[rows])
+            cotangents = own.cotangents(slopes, own_scale)
             factor = cotangents.grad_lse / row_sum if shared is None else cotangents.grad_lse * normalizer
             grad_logits = logits.mul_(factor[:, None])
             if shared:
                 own_target = torch.where(shared.hit[rows], cotangents.grad_target_logit, 0.0)
                 cotangents = cotangents._replace(grad_target_logit=own_target)
-            add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
+            add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.grad_lse, column[rows], chunk, rows)
+                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from ..math.options import Operands, TokenLosses
 from ..math.precision import accumulation_dtype
-from ..math.statistics import Rows
+from ..math.statistics import Rows, asked_of_rows
 from ..support.holes import refuse_hole
 from ..support.quantized import QuantizedHead
-from .vocab_parallel import asked_of_shards, rows_of_shard, whole_rows
+from .vocab_parallel import rows_of_shard, whole_rows
 
 # N tokens, k numbers of a row, D hidden, V vocabulary, v classes of a slice, R slices
 
 
 def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
-    asked = asked_of_shards(problem)
+    asked = asked_of_rows(problem)
     names = [name for name, wanted in asked.items() if wanted] + ["max_logit"] * asked["argmax"]
     input, _, target, linear_bias, weight = problem.operands
     slices = head.slices(input.dtype)
@@ -99,4 +99,4 @@ def numbers_of_slice(
     linear_weight = head.dense(classes, input.dtype)
     operands = problem.operands._replace(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     shard = replace(problem, operands=operands)
-    return rows_of_shard(shard, classes, head.shape[0], asked_of_shards(problem)).stacked()
+    return rows_of_shard(shard, classes, head.shape[0], asked_of_rows(problem)).stacked()

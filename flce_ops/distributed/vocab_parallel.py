@@ -12,20 +12,20 @@ Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the 
 of grad_input over ranks remains; it belongs to the caller's placements.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
-from .._ops import ops
 from ..aten.logits import activate_with_slope
 from ..math.options import LogitOperands, TokenLosses
 from ..math.precision import accumulation_dtype
 from ..math.shards import argmax_of_shards, lse_of_shards
-from ..math.statistics import Rows, asked_of_forward
+from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import in_columns
+from ..meta.arguments import Forward, LogitsForward
 from ..ops.autograd import finite_in_empty_rows
 from ..ops.support_rows import forward_of_support
 from .layout import Layout
@@ -54,7 +54,7 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits. Targets and class weights refer to the
     whole vocabulary.
     """
-    num_classes, asked = layout.num_classes, asked_of_shards(problem)
+    num_classes, asked = layout.num_classes, asked_of_rows(problem)
     start, size = layout.vocabulary_range(num_classes)
     if isinstance(problem.operands, LogitOperands):
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
@@ -92,10 +92,6 @@ def whole_rows(
     return Rows(target_logit, lse, others["logit_sum"].sum(0) if asked["logit_sum"] else None, **whole)
 
 
-def asked_of_shards(problem: TokenLosses) -> dict[str, bool]:
-    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
-
-
 def rows_of_shard(
     problem: TokenLosses,
     classes: slice,  # those of this rank
@@ -112,12 +108,12 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    options: dict[str, Any] = {"ignore_index": problem.ignore_index, **problem.logits._asdict(), **asked}
-    options |= {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes}
+    first = num_classes if empty else classes.start
+    own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
     if problem.support is None:
-        results = ops.linear_cross_entropy_forward(*operands, **options)
+        results = Forward.like(problem, **own).dispatched()
     else:
-        results = forward_of_support(operands, problem.support, num_classes, **options)
+        results = forward_of_support(problem, problem.support, num_classes, **own)
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
     numbers = {
         "logit_sum": logit_sum,
@@ -152,15 +148,13 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     # an out-of-range target stays out of range, so that it is refused
     column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))
     column = torch.where(problem.valid, column, IGNORED)
-    target_logit, lse, logit_sum, argmax, _ = ops.cross_entropy_forward(
+    operands = LogitOperands(
         logits if size else logits.new_zeros(logits.shape[0], 1),
         column,
         weight[classes] if size and weight is not None else None,
-        ignore_index=IGNORED,
-        logit_sum=smoothed,
-        **problem.logits._asdict(),
-        argmax=problem.statistics.argmax,
     )
+    own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
+    target_logit, lse, logit_sum, argmax, _ = LogitsForward.like(problem, **own).dispatched()
     if not size:  # this rank has no class
         nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         target_logit, lse, logit_sum = nothing, nothing - torch.inf, nothing

@@ -15,7 +15,7 @@ If ranks share the vocabulary, with s_r = exp(lse_r - lse) the part of the softm
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ def asked_of_forward(asked: Statistics) -> dict[str, bool]:
         "log_sum_sq_probs": asked.log_sum_sq_probs,
         "mean_logit": asked.mean_logit,
     }
+
+
+def asked_of_rows(problem: Any) -> dict[str, bool]:
+    """The same, and what the losses of a cross-entropy need. `problem` is TokenLosses, or a call."""
+    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
 
 
 def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:

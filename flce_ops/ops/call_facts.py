@@ -132,5 +132,11 @@ def options_in_facts(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
 
 
+def gradients_wanted(operands: Any) -> list[bool]:
+    """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
+    of = (operands.input, operands.linear_weight, operands.linear_bias)
+    return [tensor is not None and tensor.requires_grad for tensor in of] if torch.is_grad_enabled() else [False] * 3
+
+
 def needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

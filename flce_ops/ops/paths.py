@@ -14,6 +14,7 @@ triton/steps/chunking.py.
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,11 +233,9 @@ def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
-def gradients_in_the_same_pass(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, title: str = "a scalar loss", **known
-) -> bool:
+def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    facts = loss_facts(input, linear_weight, linear_bias, **known)
+    facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias, **known)
     return path_of_loss(title, facts) != "recompute"
 
 
