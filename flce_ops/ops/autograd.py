@@ -59,7 +59,8 @@ class ForwardFunction(OperatorFunction):
         *of_loss, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
             refuse_hole("linear_log_probs", "sparse entropy")
-        expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
+        if not (call.expected_log_prob and (grad_expected_log_prob is not None or call.batch_invariant)):
+            expected_log_prob = None
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             if expected_log_prob is not None:
                 expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)

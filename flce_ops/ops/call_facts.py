@@ -52,7 +52,6 @@ class CallFacts(NamedTuple):
     topk: bool = False  # several classes a token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
-    batch_invariant: bool = False
 
 
 def facts_of(call: Any) -> CallFacts:

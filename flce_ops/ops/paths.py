@@ -143,13 +143,11 @@ PRODUCT_SAVED = Condition(
 )
 # Lists are made from exponentials, which backward computes in any case.
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
-# Saved logits are rounded, those of rows for which no bytes are left are not.
-UNROUNDED = Condition("no batch_invariant (in Triton)", lambda s: not (s.batch_invariant and in_triton(s)))
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
         Path(
             "save",
-            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU, UNROUNDED),
+            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU),
             why="of as many tokens as the bytes of `retained` hold: 3 GEMM passes for these",
         ),
         Path("recompute", (), why="backward makes the logits again: 4"),
