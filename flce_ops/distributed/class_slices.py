@@ -31,7 +31,8 @@ def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
     rest = replace(
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
     )  # a graph keeps it
-    return whole_rows(problem, asked, names, NumbersOfSlices.apply(input, linear_bias, rest, head, slices))
+    numbers = NumbersOfSlices.apply(input, linear_bias, rest, head, slices)
+    return whole_rows(problem, asked, names, numbers, slices)
 
 
 class NumbersOfSlices(torch.autograd.Function):
