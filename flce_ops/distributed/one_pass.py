@@ -81,7 +81,7 @@ class VocabParallelFunction(MadeInForward):
         if not torch.is_grad_enabled():
             return super().gradients(ctx, call, saved, grad_loss)
         if call.sparse.gradient_threshold:
-            refuse_hole(cls.function, "second of a sparse gradient")
+            refuse_hole(cls.called(), "second of a sparse gradient")
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         return dict(zip((*OPERANDS, "row_scale"), gradients))

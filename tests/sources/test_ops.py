@@ -27,8 +27,8 @@ def accumulator(dtype):
 
 
 def dense_rows(inputs, weighted, **scores):
-    """target_logit, lse and logit_sum of the logits, 0 for ignored tokens. logit_sum is relative to lse, which counts as
-    a constant there.
+    """target_logit, lse and logit_sum of the logits, 0 for ignored tokens. logit_sum is relative to lse, a constant
+    there.
     """
     z = dense_logits(inputs.input, inputs.linear_weight, inputs.linear_bias, **scores)
     valid = inputs.target != -100
