@@ -31,7 +31,8 @@ def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
     rest = replace(
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
     )  # a graph keeps it
-    return whole_rows(problem, asked, names, NumbersOfSlices.apply(input, linear_bias, rest, head, slices))
+    numbers = NumbersOfSlices.apply(input, linear_bias, rest, head, slices)
+    return whole_rows(problem, asked, names, numbers, slices)
 
 
 class NumbersOfSlices(torch.autograd.Function):
@@ -60,7 +61,9 @@ class NumbersOfSlices(torch.autograd.Function):
 
 
 class GradientsOfSlices(torch.autograd.Function):
-    """It has no derivative."""
+    """It has no derivative. The sums are not written in place, because a cotangent may have a batch
+    (is_grads_batched=True).
+    """
 
     @staticmethod
     def forward(
@@ -74,19 +77,18 @@ class GradientsOfSlices(torch.autograd.Function):
         wanted: tuple[bool, bool],  # grad_input, grad_linear_bias
     ) -> tuple[Tensor | None, Tensor | None]:
         want_input, want_bias = wanted
-        grad_input = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)) if want_input else None
-        grad_bias = torch.empty_like(linear_bias) if want_bias else None
+        grad_input, grad_bias = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)), []
         for classes, of_slice in zip(slices, grad):
             hidden = input.detach().requires_grad_(want_input)
             bias = None if linear_bias is None else linear_bias[classes].detach().requires_grad_(want_bias)
             with torch.enable_grad():
                 numbers = numbers_of_slice(problem, head, classes, hidden, bias)
-            numbers.backward(of_slice)
-            if grad_input is not None:
-                grad_input += hidden.grad
-            if grad_bias is not None:
-                grad_bias[classes] = bias.grad
-        return None if grad_input is None else grad_input.to(input.dtype), grad_bias
+            found = list(torch.autograd.grad(numbers, [hidden] * want_input + [bias] * want_bias, of_slice))
+            if want_bias:
+                grad_bias.append(found.pop())
+            if want_input:
+                grad_input = grad_input + found.pop()
+        return grad_input.to(input.dtype) if want_input else None, torch.cat(grad_bias) if want_bias else None
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

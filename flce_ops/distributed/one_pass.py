@@ -3,7 +3,7 @@
 For each chunk of n rows, every rank runs this for its own classes:
 
     E = exp(z - reference)                       the chunk's only GEMM for logits
-    lse, target_logit, logit_sum of the shard    all_gather of 2 or 3 numbers a row: the only communication
+    lse, target_logit, logit_sum of the shard    all_gather of 2 to 4 numbers a row: the only communication
     lse, target_logit, logit_sum, losses         as in vocab_parallel.py, on every rank
     grad_linear_weight += G.T @ input            G from E and lse
     grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, which the caller adds
@@ -76,7 +76,7 @@ class VocabParallelFunction(MadeInForward):
         if not torch.is_grad_enabled():
             return super().gradients(ctx, call, saved, grad_loss)
         if call.sparse.gradient_threshold:
-            refuse_hole(cls.function, "second of a sparse gradient")
+            refuse_hole(cls.called(), "second of a sparse gradient")
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         return dict(zip((*OPERANDS, "row_scale"), gradients))

@@ -151,6 +151,9 @@ def loss_of_tokens(
             else:
                 losses, found = from_forward(counting)
                 loss = (factor * losses).sum() if wants_gradient else None
+            if token_weight is not None and not any(problem.statistics):
+                left_out = factor.detach() == 0.0  # the others were computed if token_weight gets a gradient
+                found = tuple(None if of_rows is None else of_rows.masked_fill(left_out, 0.0) for of_rows in found)
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
     results: list[Tensor | None] = []

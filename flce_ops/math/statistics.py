@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     target_logit: Tensor  # (N, K) with a target (N, K)
     lse: Tensor
-    logit_sum: Tensor | None
+    logit_sum: Tensor | None  # sum_j w_j (z_j - lse), where lse counts as a constant
     lse_rest: Tensor | None = None  # what the rounding of lse took from it
     expected_log_prob: Tensor | None = None
     argmax: Tensor | None = None

@@ -24,6 +24,12 @@ class TokenIds(NamedTuple):
     begins: Tensor  # (N,) int64
     ends: Tensor  # (N,) int64
 
+    def owners(self, counts: Tensor) -> tuple[Tensor, Tensor]:  # (N,) bool -> (E,), (E,) bool
+        """1 + the token of each id, 0 for none, and whether the token has it and counts. Other ids may be anything."""
+        place = torch.arange(self.ids.shape[0], device=counts.device)
+        behind = torch.searchsorted(self.begins, place, right=True)
+        return behind, (place < pad(self.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
+
 
 class Support(NamedTuple):
     """What the operators take. Behind offsets[N] are no classes."""
@@ -38,9 +44,8 @@ class SortedIds:
 
     def __init__(self, given: TokenIds, counts: Tensor, num_classes: int) -> None:
         tokens, self.num_classes = counts.shape[0], num_classes
-        place = torch.arange(given.ids.shape[0], device=counts.device)
-        behind = torch.searchsorted(given.begins, place, right=True)  # 1 + the token, 0 for none
-        named = (given.ids >= 0) & (place < pad(given.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
+        behind, read = given.owners(counts)
+        named = read & (given.ids >= 0)
         self.of_token = torch.arange(tokens + 1, device=counts.device) * num_classes  # the first pair it may have
         self.none = self.of_token[-1:]  # a tensor: a number that is a symbol would be a constant of a graph
         self.pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none).sort().values

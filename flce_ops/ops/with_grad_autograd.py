@@ -37,7 +37,7 @@ class WithGradFunction(MadeInForward):
     @classmethod
     def made_again(cls, call, grad_loss):
         if call.sparse.gradient_threshold:
-            refuse_hole(cls.function, "second of a sparse gradient")
+            refuse_hole(cls.called(), "second of a sparse gradient")
         return differentiable_gradients(call, grad_loss)
 
 

@@ -1,7 +1,11 @@
-"""A number in two float32, for numbers that a kernel has in float64. flce_ops/math/two_sum.py is the same for ATen."""
+"""A number in two float32, for numbers that a kernel has in float64. `two_sum` in flce_ops/math/precision.py is the
+same for ATen.
+"""
 
 import triton
 import triton.language as tl
+
+from ...objectives.in_triton import LN2
 
 
 @triton.jit
@@ -28,6 +32,14 @@ def lse_in_nats(reference2, log2_sum):
     ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float64)
     lse, rest = in_two_float32((reference2.to(tl.float64) + log2_sum.to(tl.float64)) * ln2)
     return lse, rest.to(tl.float32)
+
+
+@triton.jit
+def sum_from_lse(logit_sum2, class_weight_sum, lse2):
+    """sum_j w_j (z_j - lse) in nats, from sum_j w_j z_j and lse in base 2. Logits of half operands with a large offset
+    have lost the digits that this difference loses.
+    """
+    return (logit_sum2 - class_weight_sum * lse2) * LN2
 
 
 @triton.jit
