@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import meta
 from ..math.options import LogitOptions
-from ..math.precision import accumulation_dtype
+from ..math.precision import accumulation_dtype, two_sum
 from ..math.support import Support
 from ..meta.all_classes import gradients_of_all_classes, with_all_classes
 from ..meta.arguments import SupportBackward, SupportForward
@@ -34,7 +34,6 @@ from .logits import (
     at_least_finite,
     softmax_factors,
     softmax_gradient,
-    two_sum,
 )
 from .valid_tokens import check_target_range
 

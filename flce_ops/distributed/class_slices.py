@@ -17,23 +17,24 @@ from torch import Tensor
 
 from ..math.options import Operands, TokenLosses
 from ..math.precision import accumulation_dtype
-from ..math.statistics import Rows
+from ..math.statistics import Rows, asked_of_rows
 from ..support.holes import refuse_hole
 from ..support.quantized import QuantizedHead
-from .vocab_parallel import asked_of_shards, rows_of_shard, whole_rows
+from .vocab_parallel import rows_of_shard, whole_rows
 
 # N tokens, k numbers of a row, D hidden, V vocabulary, v classes of a slice, R slices
 
 
 def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
-    asked = asked_of_shards(problem)
+    asked = asked_of_rows(problem)
     names = [name for name, wanted in asked.items() if wanted] + ["max_logit"] * asked["argmax"]
     input, _, target, linear_bias, weight = problem.operands
     slices = head.slices(input.dtype)
     rest = replace(
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
     )  # the graph of a compiled program keeps this
-    return whole_rows(problem, asked, names, NumbersOfSlices.apply(input, linear_bias, rest, head, slices))
+    numbers = NumbersOfSlices.apply(input, linear_bias, rest, head, slices)
+    return whole_rows(problem, asked, names, numbers, slices)
 
 
 class NumbersOfSlices(torch.autograd.Function):
@@ -62,7 +63,9 @@ class NumbersOfSlices(torch.autograd.Function):
 
 
 class GradientsOfSlices(torch.autograd.Function):
-    """The gradients of the slices. They have no derivative."""
+    """The gradients of the slices. They have no derivative. The sums are not written in place, because a cotangent may
+    have a batch (is_grads_batched=True).
+    """
 
     @staticmethod
     def forward(
@@ -76,19 +79,18 @@ class GradientsOfSlices(torch.autograd.Function):
         wanted: tuple[bool, bool],  # grad_input, grad_linear_bias
     ) -> tuple[Tensor | None, Tensor | None]:
         want_input, want_bias = wanted
-        grad_input = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)) if want_input else None
-        grad_bias = torch.empty_like(linear_bias) if want_bias else None
+        grad_input, grad_bias = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)), []
         for classes, of_slice in zip(slices, grad):
             hidden = input.detach().requires_grad_(want_input)
             bias = None if linear_bias is None else linear_bias[classes].detach().requires_grad_(want_bias)
             with torch.enable_grad():
                 numbers = numbers_of_slice(problem, head, classes, hidden, bias)
-            numbers.backward(of_slice)
-            if grad_input is not None:
-                grad_input += hidden.grad
-            if grad_bias is not None:
-                grad_bias[classes] = bias.grad
-        return None if grad_input is None else grad_input.to(input.dtype), grad_bias
+            found = list(torch.autograd.grad(numbers, [hidden] * want_input + [bias] * want_bias, of_slice))
+            if want_bias:
+                grad_bias.append(found.pop())
+            if want_input:
+                grad_input = grad_input + found.pop()
+        return grad_input.to(input.dtype) if want_input else None, torch.cat(grad_bias) if want_bias else None
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -101,4 +103,4 @@ def numbers_of_slice(
     linear_weight = head.dense(classes, input.dtype)
     operands = problem.operands._replace(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     shard = replace(problem, operands=operands)
-    return rows_of_shard(shard, classes, head.shape[0], asked_of_shards(problem)).stacked()
+    return rows_of_shard(shard, classes, head.shape[0], asked_of_rows(problem)).stacked()

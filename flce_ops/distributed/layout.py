@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
+from ..math.shards import shards_of_classes
 from ..math.sparse_gradient import SparseGradient
 from ..meta.checks import check_dense
 from ..support.holes import refuse_hole
@@ -162,14 +163,19 @@ class Layout(OneRank):
         """This rank's (first class, number of classes). Ranks have ceil(V / ranks) classes; the last ones have fewer or
         none.
         """
-        start, size = 0, num_classes
-        coordinate = self.mesh.get_coordinate()
+        classes, coordinate = slice(0, num_classes), self.mesh.get_coordinate()
         for dim, shards_vocabulary in enumerate(self.vocabulary):
             if shards_vocabulary:
-                chunk = -(-size // self.mesh.size(dim))
-                offset = min(coordinate[dim] * chunk, size)
-                start, size = start + offset, min(chunk, size - offset)
-        return start, size
+                classes = shards_of_classes(classes, self.mesh.size(dim))[coordinate[dim]]
+        return classes.start, classes.stop - classes.start
+
+    def vocabulary_shards(self, num_classes: int) -> list[slice]:
+        """The classes of all ranks that share a token, in the order of their numbers (gather_shards)."""
+        shards = [slice(0, num_classes)]
+        for dim, shards_vocabulary in enumerate(self.vocabulary):
+            if shards_vocabulary:
+                shards = [part for classes in shards for part in shards_of_classes(classes, self.mesh.size(dim))]
+        return shards
 
 
 def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:

@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.options import (
     LogitOperands,
@@ -42,8 +41,9 @@ from ..math.options import (
 )
 from ..math.precision import accumulation_dtype
 from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from ..math.statistics import Rows, asked_of_forward
+from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import beside_topk
+from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
@@ -103,24 +103,14 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         from ..distributed.class_slices import rows_of_slices
 
         return rows_of_slices(problem, problem.quantized)
-    softcap, logit_scale = problem.logits
-    options = {"logit_sum": problem.loss.label_smoothing != 0.0, "softcap": softcap, "logit_scale": logit_scale}
-    options["ignore_index"] = problem.ignore_index
+    asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
-        argmax = problem.statistics.argmax
-        found = ops.cross_entropy_forward(*problem.operands, **options, argmax=argmax)
-        target_logit, lse, logit_sum, largest, lse_rest = found
+        target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
-    if any(problem.statistics):
-        options |= asked_of_forward(problem.statistics)
-    if problem.sparse.gradient_threshold and problem.support is None:  # with a support this function makes no gradient
-        options |= problem.sparse._asdict()
-    if problem.batch_invariant:
-        options["batch_invariant"] = True
     if problem.support is None:
-        found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+        found = Forward.like(problem, **asked).dispatched()
     else:
-        found = forward_of_support(problem.operands, problem.support, layout.num_classes, **options)
+        found = forward_of_support(problem, problem.support, layout.num_classes, **asked)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
 
@@ -162,6 +152,9 @@ def loss_of_tokens(
             else:
                 losses, found = from_forward(counting)
                 loss = (factor * losses).sum() if wants_gradient else None
+            if token_weight is not None and not any(problem.statistics):
+                left_out = factor.detach() == 0.0  # the others were computed if token_weight gets a gradient
+                found = tuple(None if of_rows is None else of_rows.masked_fill(left_out, 0.0) for of_rows in found)
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
     results: list[Tensor | None] = []

@@ -13,9 +13,9 @@ import functools
 
 from torch import Tensor
 
-from .._ops import ops
 from ..math.options import LowRankOperands, Statistics, TokenLosses
 from ..math.reduction import Reduction
+from ..meta.arguments import LowRankWithGrad
 from ..meta.checks import check_device, check_per_class, check_target_dtype
 from ..ops.call_facts import needs_gradient, options_in_facts
 from ..ops.paths import path_of_pair
@@ -91,12 +91,8 @@ def losses_of_pair(
     """Returns the loss () and the losses of tokens (N,). If output_mask asks for no gradient, backward makes the
     gradients.
     """
-    input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
-    loss, losses, *_ = ops.linear_cross_entropy_low_rank_with_grad(
-        *operands._replace(target=problem.operands.target),
-        *reduction,
-        **problem.options,
-        output_mask=[made_in_forward and needs_gradient(leaf) for leaf in leaves],
-    )
+    operands = operands._replace(target=problem.operands.target)
+    mask = [made_in_forward and needs_gradient(getattr(operands, name)) for name in LowRankWithGrad.made]
+    call = LowRankWithGrad.like(problem, operands=operands, reduction=reduction, output_mask=mask)
+    loss, losses, *_ = call.dispatched()
     return loss, losses, ()

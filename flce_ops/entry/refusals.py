@@ -12,7 +12,7 @@ here.
 import sys
 from typing import Any
 
-from ..ops.call_facts import needs_gradient
+from ..ops.call_facts import gradients_wanted
 from ..support.dtensor import any_dtensor
 from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
@@ -23,7 +23,7 @@ NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold
 
 
 def wants_gradient(call: Any) -> bool:
-    return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
+    return any(gradients_wanted(call))
 
 
 # present if the argument is given

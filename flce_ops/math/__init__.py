@@ -8,5 +8,5 @@ shards.py                      rows whose classes are spread over ranks
 support.py                     the classes that a token was sampled from
 sparse_gradient.py             which entries of a logit gradient are kept, and what values they get
 kl_div_arguments.py            the arguments of linear_kl_div
-precision.py                   the dtype of sums
+precision.py                   the dtype of sums; a sum and what its rounding took
 """

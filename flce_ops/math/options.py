@@ -121,6 +121,8 @@ class LogitOptions(NamedTuple):
 
     def of(self, rows: slice | Tensor) -> "LogitOptions":
         """The options for the logits of these rows, () or (n, 1)."""
+        if self.softcap is None and self.logit_scale is None:
+            return self
         return changed(self, lambda option: option[rows].unsqueeze(1) if option.dim() else option)
 
     def contiguous(self) -> "LogitOptions":
@@ -205,11 +207,6 @@ class TokenLosses:
     def denominator_weight(self) -> Tensor | None:  # (V,)
         """The class weights whose sum divides the mean. Soft targets have none: their mean is over tokens."""
         return self.operands.weight if self.target_weight is None else None
-
-    @property
-    def options(self) -> dict[str, int | float | Tensor | None]:
-        """The options by name, as the operators take them."""
-        return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
 
 
 # Numbers that the user passes, in the order of the entry operators' schemas.

@@ -15,7 +15,7 @@ If ranks share the vocabulary, with s_r = exp(lse_r - lse) the part of the softm
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     target_logit: Tensor  # (N, K) with a target (N, K)
     lse: Tensor
-    logit_sum: Tensor | None
+    logit_sum: Tensor | None  # sum_j w_j (z_j - lse), where lse counts as a constant
     lse_rest: Tensor | None = None  # what the rounding of lse took from it
     expected_log_prob: Tensor | None = None
     argmax: Tensor | None = None
@@ -54,6 +54,11 @@ def asked_of_forward(asked: Statistics) -> dict[str, bool]:
         "log_sum_sq_probs": asked.log_sum_sq_probs,
         "mean_logit": asked.mean_logit,
     }
+
+
+def asked_of_rows(problem: Any) -> dict[str, bool]:
+    """The same, and what the losses of a cross-entropy need. `problem` is TokenLosses, or a call."""
+    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
 
 
 def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:

@@ -25,6 +25,14 @@ class TokenIds(NamedTuple):
     begins: Tensor  # (N,) int64
     ends: Tensor  # (N,) int64
 
+    def owners(self, counts: Tensor) -> tuple[Tensor, Tensor]:  # (N,) bool -> (E,), (E,) bool
+        """Returns 1 + the token of each id (0 before the first list), and whether the id belongs to a valid token. Ids
+        that do not may be anything.
+        """
+        place = torch.arange(self.ids.shape[0], device=counts.device)
+        behind = torch.searchsorted(self.begins, place, right=True)
+        return behind, (place < pad(self.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
+
 
 class Support(NamedTuple):
     """The form that the operators take. Entries of `classes` from offsets[N] on have no meaning."""
@@ -41,9 +49,8 @@ class SortedIds:
 
     def __init__(self, given: TokenIds, counts: Tensor, num_classes: int) -> None:
         tokens, self.num_classes = counts.shape[0], num_classes
-        place = torch.arange(given.ids.shape[0], device=counts.device)
-        behind = torch.searchsorted(given.begins, place, right=True)  # 1 + the token; 0 before the first list
-        named = (given.ids >= 0) & (place < pad(given.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
+        behind, read = given.owners(counts)
+        named = read & (given.ids >= 0)
         self.of_token = torch.arange(tokens + 1, device=counts.device) * num_classes  # the token's smallest pair
         self.none = self.of_token[-1:]  # a tensor, because a symbolic number would become a constant of the graph
         self.pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none).sort().values

@@ -124,7 +124,7 @@ class Arguments:
         call = cls.__new__(cls)
         fields = call.__dict__
         for name, group, start, stop in cls.fields:
-            fields[name] = values[start] if group is None else group._make(values[start:stop])
+            fields[name] = values[start] if group is None else tuple.__new__(group, values[start:stop])
         return call
 
     @classmethod
@@ -135,9 +135,9 @@ class Arguments:
         return cls.of(values)
 
     @classmethod
-    def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
-        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be the call of
-        another operator.
+    def like(cls: type[Self], call: Any, **own: Any) -> Self:
+        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be a call of
+        another operator, or a TokenLosses.
         """
         made, known = cls.__new__(cls), vars(call) | own
         for name, group, _, _ in cls.fields:
@@ -152,7 +152,8 @@ class Arguments:
 
     def dispatched(self) -> Any:
         """Calls the operator through the dispatcher and returns its results."""
-        return self.run(getattr(ops, self.op), self.values())
+        positional, named = self.as_passed(self.values())
+        return getattr(ops, self.op)(*positional, **named)
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call in which change(name, value) replaces each value."""
@@ -168,9 +169,19 @@ class Arguments:
         return values
 
     @classmethod
+    def as_passed(cls, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Positional and named arguments, without defaults: the dispatcher fills them in faster than it takes them."""
+        count, named = cls.positional, {}
+        for name, value, default in zip(cls.keywords, values[count:], cls.defaults[count:]):
+            if value is not default:
+                named[name] = value
+        return values[:count], named
+
+    @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
         """Calls `op` with these values."""
-        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
+        positional, named = cls.as_passed(values)
+        return op(*positional, **named)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

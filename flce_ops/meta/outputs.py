@@ -147,19 +147,29 @@ def check_logits(op: str, call: Any) -> None:
 def check_row(name: str) -> Callable[[str, Any], None]:
     def check(op: str, call: Any) -> None:
         check_per_row(op, call.operands, **{name: call.values()[call.index[name]]})
-        if name in EXPECTATION and (call.grad_expected_log_prob is None or call.expected_log_prob is None):
+        if name not in EXPECTATION:
+            return
+        # batch_invariant may have the second alone, which says what forward summed
+        missing = call.grad_expected_log_prob is None and not getattr(call, "batch_invariant", False)
+        if missing or call.expected_log_prob is None:
             raise ValueError(f"{op}: expected {' and '.join(EXPECTATION)} together, got one of them")
 
     return check
 
 
-def check_number(name: str) -> Callable[[str, Any], None]:
-    """A check that the argument is one number for all tokens, or one number for each token."""
+def check_number(name: str, beside: str) -> Callable[[str, Any], None]:
+    """A check that the argument is one number for all tokens or one for each token, as the number `beside` is."""
 
     def check(op: str, call: Any) -> None:
         number = call.values()[call.index[name]]
         if number.dim() == 1 and not isinstance(call, LowRankWithGrad):
             check_per_row(op, call.operands, **{name: number})
+            other = call.values()[call.index[beside]]
+            if other is not None and other.dim() == 0:
+                raise ValueError(
+                    f"{op}: expected {beside} of shape {tuple(number.shape)} as {name} is, or both as 0-d tensors, got "
+                    f"a 0-d tensor; pass {beside}.expand({number.shape[0]})"
+                )
         elif number.dim():
             raise ValueError(f"{op}: expected {name} to be a 0-d tensor, got shape {tuple(number.shape)}")
 
@@ -253,7 +263,11 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
         for objective in RowObjective.named.values()
     },
     **{name: check_row(name) for name in TOKENS},
-    **{name: check_number(name) for name in ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale")},
+    **{
+        of + name: check_number(of + name, of + beside)
+        for of in ("", "teacher_")
+        for name, beside in (("softcap", "logit_scale"), ("logit_scale", "softcap"))
+    },
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,
     GradGrads: check_grad_grads,

@@ -6,6 +6,7 @@
 
     G_ij = (l_i p_ij + a_i [j = y_i] + m_i w_j) dz/du        l = g d_lse,   a = -g slope,   m = g d_sum
 
+logit_sum_i is sum_j w_j (z_ij - lse_i), in which lse_i counts as a constant: its derivative by z_ij is w_j.
 `slope` is the derivative of the value by the surprisal. d_lse is the derivative of the loss by lse through all terms. g
 is the scale of the row. of_target is linear in `weight`. `weight` is the class weight of the target; with soft targets,
 multiplied by the class's weight q_k for the token.

@@ -52,7 +52,6 @@ class CallFacts(NamedTuple):
     topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
-    batch_invariant: bool = False
 
 
 def facts_of(call: Any) -> CallFacts:
@@ -130,6 +129,12 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
 
 def options_in_facts(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def gradients_wanted(operands: Any) -> list[bool]:
+    """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
+    of = (operands.input, operands.linear_weight, operands.linear_bias)
+    return [tensor is not None and tensor.requires_grad for tensor in of] if torch.is_grad_enabled() else [False] * 3
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:

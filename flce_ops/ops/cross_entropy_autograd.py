@@ -22,6 +22,7 @@ from torch import Tensor
 from ..math.options import Cotangents, LogitOptions
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..support.holes import refuse_hole
+from ..support.running import running
 from ..support.torch_private import functorch_is_active, root_of
 from .function import OperatorFunction, save, wanted, where_wanted
 from .made_in_forward import MadeInForward
@@ -154,7 +155,7 @@ class WithGradInPlaceFunction(WithGradFunction):
     def setup_context(cls, ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
-        ctx.handed_over = None
+        ctx.function, ctx.handed_over = running.function, None
         leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
         ctx.mark_dirty(grad_logits)
         ctx.differentiable = [True, False, False]

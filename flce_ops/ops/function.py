@@ -21,6 +21,7 @@ from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
+from ..support.running import running, runs
 from ..support.torch_private import (
     apply_function,
     below_autograd,
@@ -51,11 +52,16 @@ class OperatorFunction(Function):
     """
 
     arguments: ClassVar[type[Arguments]]
-    function: ClassVar[str] = "linear_cross_entropy"  # the public function
+    function: ClassVar[str] = "linear_cross_entropy"  # named in errors if the operator itself is called
     reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
     with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
     per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), if the results are per token, too
     token_dim: ClassVar[int] = 0  # the dimension of tokens in every result
+
+    @classmethod
+    def called(cls) -> str:
+        """The function that the user called."""
+        return running.function or cls.function
 
     @classmethod
     def check(cls, op: torch._ops.OpOverload, values: list) -> None:
@@ -93,6 +99,7 @@ class OperatorFunction(Function):
     def setup_context(cls, ctx, inputs, output):
         call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
+        ctx.function = running.function
         ctx.differentiable = cls.differentiable(call)
         ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
         saved = cls.for_backward(ctx, call, results)
@@ -107,7 +114,8 @@ class OperatorFunction(Function):
         if not asked:
             return cls.arguments.gradients()
         call, saved = restore(ctx, cls.arguments)
-        return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+        with runs(ctx.function):
+            return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
 
     @classmethod
     def jvp(cls, ctx, *_):
@@ -115,7 +123,7 @@ class OperatorFunction(Function):
 
     @classmethod
     def refuse_forward_mode(cls) -> NoReturn:
-        refuse_hole(cls.function, "forward mode", modes=cls.reverse_modes)
+        refuse_hole(cls.called(), "forward mode", modes=cls.reverse_modes)
 
     @classmethod
     def vmap(cls, info, in_dims, *args):
@@ -198,11 +206,12 @@ class WithoutDerivative(OperatorFunction):
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
-        """Saves nothing."""
+        """Saves no tensor."""
+        ctx.function = running.function
 
     @classmethod
     def backward(cls, ctx, *_):
-        refuse_hole(cls.function, cls.second_derivative)
+        refuse_hole(ctx.function or cls.function, cls.second_derivative)
 
 
 def where_wanted(

@@ -30,7 +30,7 @@ class MadeInForward(OperatorFunction):
     @classmethod
     def made_again(cls, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """The gradients, multiplied by grad_loss, and the losses, as functions of the operands."""
-        refuse_hole(cls.function, cls.second_derivative)
+        refuse_hole(cls.called(), cls.second_derivative)
 
     @classmethod
     def for_backward(cls, ctx, call, results):

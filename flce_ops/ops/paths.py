@@ -14,6 +14,7 @@ triton/steps/chunking.py.
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,13 +144,11 @@ PRODUCT_SAVED = Condition(
 )
 # A sparse backward makes its lists from exponentials, which it computes in any case.
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
-# Saved logits are rounded. Rows that do not fit the memory for saved logits are not, so their bits would differ.
-UNROUNDED = Condition("no batch_invariant (in Triton)", lambda s: not (s.batch_invariant and in_triton(s)))
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
         Path(
             "save",
-            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU, UNROUNDED),
+            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU),
             why="of as many tokens as the bytes of `retained` hold: 3 GEMM passes for these",
         ),
         Path("recompute", (), why="backward makes the logits again: 4"),
@@ -236,11 +235,9 @@ def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
-def gradients_in_the_same_pass(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, title: str = "a scalar loss", **known
-) -> bool:
+def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    facts = loss_facts(input, linear_weight, linear_bias, **known)
+    facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias, **known)
     return path_of_loss(title, facts) != "recompute"
 
 

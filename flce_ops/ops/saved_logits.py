@@ -23,7 +23,6 @@ def saved_rows(call: Forward) -> int:
         softcap=call.logits.softcap is not None,
         topk=call.operands.target.dim() == 2,
         sparse=call.sparse.gradient_threshold != 0.0,
-        batch_invariant=call.batch_invariant,
     )
     return rows_to_save(facts, input.shape[0], linear_weight.shape[0])
 

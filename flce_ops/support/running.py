@@ -1,15 +1,26 @@
-"""The operator call that this thread is running. Code below the operator uses it to compile the kernels of such calls
-ahead (triton/launch/ahead.py).
+"""What this thread is running: the public function, which errors name, and the operator call. Code below the operator
+uses the call to compile its kernels ahead (triton/launch/ahead.py).
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class Running(threading.local):
+    function: str = ""  # the public function that the user called, in its backward, too
     launch: Callable | None = None  # a function that launches all kernels of the call, those of backward included
     call: Any = None  # its Arguments
 
 
 running = Running()
+
+
+@contextmanager
+def runs(function: str) -> Iterator[None]:
+    outer, running.function = running.function, function
+    try:
+        yield
+    finally:
+        running.function = outer

@@ -72,7 +72,7 @@ PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
-    partial: Tensor  # (T, n) out
+    partial: Tensor | None  # (T, n) out
     logit_sum: Tensor | None = None  # (T, n) out, sum_cols w z
     expected: Tensor | None = None  # (T, n) out, sum_cols E (z - reference)
     row_max: Tensor | None = None  # (T, n) out

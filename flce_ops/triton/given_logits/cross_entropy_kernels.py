@@ -5,7 +5,7 @@
       i │▓▓│▓▓│▓▓│▓▓│  │  │  │    time backwards, from the L2 cache. The L2 has room for the rows of all running
         └──┴──┴──┴──┴──┴──┴──┘    programs: 50 MB on H100 and H200, half of which holds what one side of the chip reads.
 
-    for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
+    for each block:              m, s, and where asked for  sum_j w_j (z_j - lse), argmax        logit_rows.py
     lse = m + ln s               loss, l, a of the objective           flce_ops/objectives
     prefetch row i + later
     for each block:              G = (l / s e^(z - m) + m_i w) dz/du                     and a at the target
@@ -122,29 +122,30 @@ def rows_kernel(
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)
         s = tl.zeros((BLOCK_G,), tl.float32)
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
+        weight_sums = tl.zeros((BLOCK_G,), tl.float32)
         columns = tl.zeros((BLOCK_G,), tl.int32)
         for block in tl.static_range(HELD):
             u = numbers_in(held[block], DTYPE)
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
+            m, s, logit_sums, weight_sums, columns = add_block(
+                m, s, logit_sums, weight_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
             )
         for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
             u = numbers_in(load_block(groups_ptr, streamed, row.groups, valid, BLOCK_G, False, "evict_last"), DTYPE)
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
+            m, s, logit_sums, weight_sums, columns = add_block(
+                m, s, logit_sums, weight_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
             )
         u = numbers_in(end, DTYPE)
-        m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
+        m, s, logit_sums, weight_sums, columns = add_block(
+            m, s, logit_sums, weight_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
         )
-        row_max, row_sum, logit_sum, argmax = whole_row(
-            m, s, logit_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
+        row_max, row_sum, log2_sum, logit_sum, argmax = whole_row(
+            m, s, logit_sums, weight_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
         )
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
+        log2_sum = tl.where(valid, log2_sum, 0.0)
         if ARGMAX:
             tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
         target_logit, _ = logits_of(u_target, scores)
-        log2_sum = tl.log2(row_sum)
     if grad_logits is None:
         lse64 = row_max.to(tl.float64) + log2_sum.to(tl.float64) * 0.6931471805599453
         lse, rest = in_two_float32(lse64)

@@ -8,8 +8,9 @@ along a group stay in the thread. A thread holds 32-bit words, which contain two
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
-A logit is multiplied by log2 e after the maximum is subtracted from it. The product of a float32 logit of 3000 and log2
-e has an error of up to 1.2e-4; the difference of two logits has none of that size. The sums of the groups and of the
+A sum of logits is summed relative to the maximum, too: V lse - sum_j z_j would cancel where logits share an offset. A
+logit is multiplied by log2 e after the maximum is subtracted from it. The product of a float32 logit of 3000 and log2 e
+has an error of up to 1.2e-4; the difference of two logits has none of that size. The sums of the groups and of the
 edges are combined once, after the last block.
 """
 
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
+from ...objectives.in_triton import LN2
 from ..gemm.logits_gemm import LOG2E, base2_logits
 
 # N tokens, V vocabulary
@@ -173,9 +175,10 @@ def class_weights(scores, col, mask):
 
 @triton.jit
 def add_block(
-    m,  # (BLOCK_G,), as the next three: the groups' maxima
+    m,  # (BLOCK_G,), as the next four: the groups' maxima
     s,  # their sums of e^(z - m)
-    logit_sum,  # their sums of w z, with LOGIT_SUM
+    logit_sum,  # their sums of w (z - m), with LOGIT_SUM, as is the next
+    weight_sum,  # their sums of w
     column,  # with ARGMAX, the columns of the maxima
     u,  # (BLOCK_G, VEC)
     block,
@@ -190,13 +193,6 @@ def add_block(
     group, number = numbers_of(block, BLOCK_G, VEC)
     inside = group < row.groups
     z, _ = logits_of(u, scores)
-    if LOGIT_SUM:
-        weighted = z
-        if scores.class_weight is not None:
-            weighted *= class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
-        elif MASKED:
-            weighted = tl.where(inside, z, 0.0)
-        logit_sum += tl.sum(weighted, 1)
     if MASKED:
         z = tl.where(inside, z, float("-inf"))
     block_max = tl.max(z, 1)
@@ -204,8 +200,24 @@ def add_block(
         block_column = tl.min(tl.where(z == block_max[:, None], row.head + number, row.V), 1)
         column = tl.where(block_max > m, block_column, column)
     new_m = tl.maximum(m, block_max)
-    s = s * exp_below(m - new_m) + tl.sum(exp_below(z - new_m[:, None]), 1)
-    return new_m, s, logit_sum, column
+    shifted = z - new_m[:, None]
+    if LOGIT_SUM:
+        weighted, numbers = shifted, VEC * tl.sum(inside.to(tl.float32), 1)
+        if scores.class_weight is not None:
+            weight = class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
+            weighted, numbers = weight * shifted, tl.sum(weight, 1)
+        if MASKED:
+            weighted = tl.where(inside, weighted, 0.0)
+        logit_sum += moved_sum(weight_sum, m - new_m) + tl.sum(weighted, 1)
+        weight_sum += numbers
+    s = s * exp_below(m - new_m) + tl.sum(exp_below(shifted), 1)
+    return new_m, s, logit_sum, weight_sum, column
+
+
+@triton.jit
+def moved_sum(weight_sum, distance):
+    """What w (z - m) sums to more if m decreases by `distance`. A group without a number has the lowest m."""
+    return tl.where(weight_sum == 0.0, 0.0, weight_sum * distance)
 
 
 @triton.jit
@@ -213,6 +225,7 @@ def whole_row(
     m,
     s,
     logit_sum,
+    weight_sum,
     column,
     u,  # (2 VEC,), logits of the edges
     col,
@@ -222,19 +235,24 @@ def whole_row(
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Returns the row's m, s, logit sum and argmax (the first of equals; V - 1 if the maximum is nan)."""
+    """Returns the row's m, s, log2 s, sum_j w_j (z_j - lse), and argmax. The argmax is the first of equal maxima, and V
+    - 1 if the maximum is nan.
+    """
     z, _ = logits_of(u, scores)
-    row_logit_sum = 0.0
-    if LOGIT_SUM:
-        weighted = tl.where(there, z, 0.0)
-        if scores.class_weight is not None:
-            weighted *= class_weights(scores, col, there)
-        row_logit_sum = tl.sum(logit_sum, 0) + tl.sum(weighted, 0)
     z = tl.where(there, z, float("-inf"))
     row_max = tl.maximum(tl.max(m, 0), tl.max(z, 0))
     row_sum = tl.sum(s * exp_below(m - row_max), 0) + tl.sum(exp_below(z - row_max), 0)
+    log2_sum = tl.log2(row_sum)
+    row_logit_sum = 0.0
+    if LOGIT_SUM:
+        weight = there.to(tl.float32)
+        if scores.class_weight is not None:
+            weight = class_weights(scores, col, there)
+        of_edges = tl.sum(tl.where(there, weight * (z - row_max), 0.0), 0)
+        from_maximum = tl.sum(logit_sum + moved_sum(weight_sum, m - row_max), 0) + of_edges
+        row_logit_sum = from_maximum - (tl.sum(weight_sum, 0) + tl.sum(weight, 0)) * (log2_sum * LN2)
     argmax = V - 1
     if ARGMAX:
         argmax = tl.minimum(argmax, tl.min(tl.where(m == row_max, column, V), 0))
         argmax = tl.minimum(argmax, tl.min(tl.where(z == row_max, col, V), 0))
-    return row_max, row_sum, row_logit_sum, argmax
+    return row_max, row_sum, log2_sum, row_logit_sum, argmax

@@ -1,9 +1,11 @@
-"""Splits a float64 number of a kernel into two float32 numbers whose sum it is. flce_ops/math/two_sum.py is the same
-for ATen.
+"""Splits a float64 number of a kernel into two float32 numbers whose sum it is. `two_sum` in flce_ops/math/precision.py
+is the same for ATen.
 """
 
 import triton
 import triton.language as tl
+
+from ...objectives.in_triton import LN2
 
 
 @triton.jit
@@ -30,6 +32,14 @@ def lse_in_nats(reference2, log2_sum):
     ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float64)
     lse, rest = in_two_float32((reference2.to(tl.float64) + log2_sum.to(tl.float64)) * ln2)
     return lse, rest.to(tl.float32)
+
+
+@triton.jit
+def sum_from_lse(logit_sum2, class_weight_sum, lse2):
+    """sum_j w_j (z_j - lse) in nats, from sum_j w_j z_j and lse in base 2. Logits of half operands with a large offset
+    have lost the digits that this difference loses.
+    """
+    return (logit_sum2 - class_weight_sum * lse2) * LN2
 
 
 @triton.jit

@@ -4,6 +4,7 @@ gradient G.
     for each range of rows:            the valid tokens of the range                             gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
                                            or, if forward saved logits,                          saved_gradient.py
+                                           or both: batch_invariant rounds all logits alike
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
                                        sum += G @ linear_weight[classes]                         input_gradient.py
         grad_input[rows] = sum
@@ -17,6 +18,7 @@ Such a backward does not read lse, and forward saves no logits for it.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from ... import meta
@@ -27,7 +29,7 @@ from ...objectives.given_slopes import GivenSlopes
 from ...support.workspace import get_workspace, matrix_bytes
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for, weight_tiles_for
-from ..gemm.epilogues import Gradient
+from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
 from ..gemm.split_k import RANGE, products_of_ranges
@@ -49,7 +51,7 @@ from .chunks import (
 )
 from .gradients import Gradients, finish_gradients, wanted_gradients
 from .one_pass_step import StepTokens
-from .quantized_logits import QuantizedLogits, quantized_of
+from .quantized_logits import QuantizedLogits, quantization, quantized_of
 from .saved_gradient import launch_saved_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -141,7 +143,10 @@ def run_backward(
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_options=logit_options
         )
-        column, quantized, input_gradient = at_target.column, None, None
+        column, quantized, input_gradient, rounded = at_target.column, None, None, None
+        if call.batch_invariant and logit_options.softcap is None:  # under a softcap forward saves none
+            replaced = at_target.reference_class if call.expected_log_prob is not None else None
+            rounded = ExpSum(at_target.reference, None, None, reference_class=replaced)
         if call.retained is not None:
             quantized = quantized_of(call.retained, num_classes).of(slice(here.start, here.start + n))
         if grad_input is not None:
@@ -152,7 +157,9 @@ def run_backward(
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            launch_logit_gradient(rows, operands, cols, own, quantized, logit_options, here, out=gradient)
+            launch_logit_gradient(
+                rows, operands, cols, own, quantized, logit_options, here, out=gradient, rounded=rounded
+            )
             launch_set_entries(gradient, column, entry, here, start=cols.start)
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
@@ -175,6 +182,7 @@ def launch_logit_gradient(
     valid_tokens: ValidTokens,
     *,
     out: Tensor,  # (n, v)
+    rounded: ExpSum | None,  # forward's epilogue, for which the logits GEMM rounds the others' logits as saved ones are
 ) -> None:
     """Writes G of rows x classes: from saved logits for the first rows, and by the logits GEMM for the others."""
     linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
@@ -184,9 +192,30 @@ def launch_logit_gradient(
         launch_saved_gradient(quantized, cols, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
     if first_new < count:
         others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
-        factors = factors.of(others)
-        made = rows[others], linear_weight, bias, factors, logit_options, valid_tokens.of(others)
-        backend_for(rows).logits(*made, out=out[others])
+        operands_of_gemm, factors = (rows[others], linear_weight, bias), factors.of(others)
+        valid_tokens, out = valid_tokens.of(others), out[others]
+        if rounded is None:
+            backend_for(rows).logits(*operands_of_gemm, factors, logit_options, valid_tokens, out=out)
+            return
+        # in the memory of G, if it has 16 bits: a program reads a tile before it writes one
+        numbers = out.view(torch.int16) if out.itemsize == 2 else torch.empty_like(out, dtype=torch.int16)
+        tile = tiles_for(rows).block_n
+        largest = torch.empty(out.shape[0], triton.cdiv(out.shape[1], tile), device=out.device)
+        quantized = QuantizedLogits(numbers, largest)
+        epilogue = rounded_logits(rounded, quantized, others, cols, out.dtype)
+        backend_for(rows).logits(*operands_of_gemm, epilogue, logit_options, valid_tokens, out=numbers)
+        launch_saved_gradient(quantized, slice(0, out.shape[1]), factors, valid_tokens, out=out, tile=tile)
+
+
+def rounded_logits(
+    epilogue: ExpSum, quantized: QuantizedLogits, rows: slice, cols: slice, dtype: torch.dtype
+) -> ExpSum:
+    """`epilogue` without its sums, for these rows and classes."""
+    own = epilogue.reference_class
+    if own is not None:
+        own = ReferenceClass(own.column[rows], own.logit[rows])
+    reference, parameters = epilogue.reference_logit[rows], quantization(quantized, dtype)
+    return ExpSum(reference, None, None, quantization=parameters, reference_class=own, first_column=cols.start)
 
 
 def gradient_slices(

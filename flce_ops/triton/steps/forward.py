@@ -9,16 +9,17 @@ from ... import meta
 from ...math.options import TokenStatistics
 from ...meta.arguments import Forward
 from ...meta.call import takes
-from ...objectives.in_triton import LN2
+from ...objectives.in_triton import LN2, number
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.device import tiles_for
 from ..gemm.padded_features import with_padded_features
 from ..launch.replay import Kernel, repeated
+from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
 from ..rows.topk import topk_at_a_time
-from ..rows.two_sum import lse_in_nats
+from ..rows.two_sum import lse_in_nats, sum_from_lse
 from ..rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
 from .chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from .exponentials import Asked, launch_exponentials
@@ -34,9 +35,11 @@ def finish_forward_kernel(
     target_logit2_ptr,  # (n,); with several targets a token, the largest of their logits
     column_ptr,  # (n,)
     sums,  # RowSums
+    class_weight_sum,  # (1,) float32; None for V
     outputs,  # seven tensors (N,), out; None if not requested or stored elsewhere
     valid_tokens,  # ValidTokens
     n,
+    V,
     BLOCK_N: tl.constexpr,
 ):
     """Converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and an argmax of -1."""
@@ -60,7 +63,8 @@ def finish_forward_kernel(
     tl.store(lse_rest_out + token, tl.where(mask, rest, 0.0), mask=inside)
     if logit_sum_out is not None:
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
-        tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)
+        logit_sum = sum_from_lse(logit_sum2, number(class_weight_sum, V), reference2 + tl.log2(row_sum))
+        tl.store(logit_sum_out + token, tl.where(mask, logit_sum, 0.0), mask=inside)
     if expected_out is not None:
         expected = (tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum - tl.log2(row_sum)) * LN2
         tl.store(expected_out + token, tl.where(mask, expected, 0.0), mask=inside)
@@ -147,6 +151,7 @@ def run_forward(
     quantized = quantized_of(retained, linear_weight.shape[0])
     chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
+    class_weight_sum = None if class_weight is None else weighted_column_sum(class_weight.view(-1, 1), None)
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
     for chunk in chunks:
@@ -167,7 +172,16 @@ def run_forward(
         if target.dim() == 2:
             largest, own = launch_store_topk_logits(at_target, wanted[0], here), (None, *wanted[1:])
         finish_forward_kernel[(triton.cdiv(n, 64),)](
-            largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
+            largest,
+            at_target.column,
+            sums,
+            class_weight_sum,
+            own,
+            here,
+            n,
+            linear_weight.shape[0],
+            BLOCK_N=64,
+            num_warps=2,
         )
         launch_row_statistics(sums, statistics, here, call.num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
