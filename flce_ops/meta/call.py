@@ -65,8 +65,10 @@ class Arguments:
     defaults: ClassVar[list[Any]]
     # name, group or None, index of the first value, index after the last
     fields: ClassVar[list[tuple[str, Any, int, int]]]
-    alone: ClassVar[list[tuple[str, int]]]  # fields that are no groups: name, index
+    alone: ClassVar[dict[str, int]]  # fields that are no groups, and their indices
     groups: ClassVar[list[tuple[str, Any, slice]]]  # name, group, indices
+    names: ClassVar[frozenset[str]]  # of all fields
+    usual: ClassVar[dict[str, Any]]  # groups whose fields all have defaults
     tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
@@ -95,8 +97,10 @@ class Arguments:
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
-        cls.alone = [(name, start) for name, group, start, _ in cls.fields if group is None]
+        cls.alone = {name: start for name, group, start, _ in cls.fields if group is None}
         cls.groups = [(name, group, slice(start, stop)) for name, group, start, stop in cls.fields if group]
+        cls.names = frozenset(name for name, *_ in cls.fields)
+        cls.usual = {name: group() for name, group, _ in cls.groups if len(group._field_defaults) == len(group._fields)}
         cls.tensors = [index for index, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
@@ -129,8 +133,7 @@ class Arguments:
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
         fields = call.__dict__
-        for name, index in cls.alone:
-            fields[name] = values[index]
+        fields.update(zip(cls.alone, map(values.__getitem__, cls.alone.values())))
         for name, group, indices in cls.groups:
             fields[name] = tuple.__new__(group, values[indices])
         return call
@@ -148,8 +151,8 @@ class Arguments:
         another operator, or TokenLosses.
         """
         made, known = cls.__new__(cls), vars(call) | own
-        for name, group, _, _ in cls.fields:
-            made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
+        made.__dict__.update(cls.usual)
+        made.__dict__.update({name: known[name] for name in cls.names & known.keys()})
         return made
 
     @property
@@ -171,7 +174,7 @@ class Arguments:
 
     def values(self) -> list[Any]:
         values: list[Any] = [None] * len(self.arguments)
-        for name, index in self.alone:
+        for name, index in self.alone.items():
             values[index] = getattr(self, name)
         for name, _, indices in self.groups:
             values[indices] = getattr(self, name)
