@@ -241,7 +241,6 @@ def loss_and_gradients(
     for chunk, product in products:
         # ranks exchange once a chunk
         of_rows = (column, valid, scale, losses)
-        blocks: list[tuple]
         if shared:
             blocks: list[tuple] = [(chunk, product, *(vector[chunk] for vector in of_rows))]
         else:
