@@ -118,7 +118,10 @@ def kernel_of(
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
             results = (outputs,) if isinstance(outputs, Tensor) else outputs
             direction = besides(call) if besides else ()
-            on_valid_tokens(body, call, results, call.fills, *direction)
+            if call.all_count:
+                body(call, results, *direction)
+            else:
+                on_valid_tokens(body, call, results, call.fills, *direction)
             return outputs
 
         return kernel

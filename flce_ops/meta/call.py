@@ -65,6 +65,11 @@ class Arguments:
     defaults: ClassVar[list[Any]]
     # name, group or None, index of the first value, index after the last
     fields: ClassVar[list[tuple[str, Any, int, int]]]
+    alone: ClassVar[dict[str, int]]  # fields that are no groups, and their indices
+    groups: ClassVar[list[tuple[str, Any, slice]]]  # name, group, indices
+    names: ClassVar[frozenset[str]]  # of all fields
+    usual: ClassVar[dict[str, Any]]  # groups whose fields all have defaults
+    tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
 
@@ -92,6 +97,11 @@ class Arguments:
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
+        cls.alone = {name: start for name, group, start, _ in cls.fields if group is None}
+        cls.groups = [(name, group, slice(start, stop)) for name, group, start, stop in cls.fields if group]
+        cls.names = frozenset(name for name, *_ in cls.fields)
+        cls.usual = {name: group() for name, group, _ in cls.groups if len(group._field_defaults) == len(group._fields)}
+        cls.tensors = [index for index, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 
@@ -123,8 +133,9 @@ class Arguments:
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
         fields = call.__dict__
-        for name, group, start, stop in cls.fields:
-            fields[name] = values[start] if group is None else tuple.__new__(group, values[start:stop])
+        fields.update(zip(cls.alone, map(values.__getitem__, cls.alone.values())))
+        for name, group, indices in cls.groups:
+            fields[name] = tuple.__new__(group, values[indices])
         return call
 
     @classmethod
@@ -140,8 +151,8 @@ class Arguments:
         another operator, or a TokenLosses.
         """
         made, known = cls.__new__(cls), vars(call) | own
-        for name, group, _, _ in cls.fields:
-            made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
+        made.__dict__.update(cls.usual)
+        made.__dict__.update({name: known[name] for name in cls.names & known.keys()})
         return made
 
     @property
@@ -151,9 +162,9 @@ class Arguments:
         return operands.num_classes if whole is None else whole
 
     def dispatched(self) -> Any:
-        """Calls the operator through the dispatcher and returns its results."""
-        positional, named = self.as_passed(self.values())
-        return getattr(ops, self.op)(*positional, **named)
+        """What its operator returns."""
+        values, count = self.values(), self.positional
+        return getattr(ops, self.op)(*values[:count], **dict(zip(self.keywords, values[count:])))
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call in which change(name, value) replaces each value."""
@@ -162,26 +173,17 @@ class Arguments:
         return call
 
     def values(self) -> list[Any]:
-        values: list[Any] = []
-        for name, group, _, _ in self.fields:
-            value = getattr(self, name)
-            values += [value] if group is None else value
+        values: list[Any] = [None] * len(self.arguments)
+        for name, index in self.alone.items():
+            values[index] = getattr(self, name)
+        for name, _, indices in self.groups:
+            values[indices] = getattr(self, name)
         return values
-
-    @classmethod
-    def as_passed(cls, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Positional and named arguments, without defaults: the dispatcher fills them in faster than it takes them."""
-        count, named = cls.positional, {}
-        for name, value, default in zip(cls.keywords, values[count:], cls.defaults[count:]):
-            if value is not default:
-                named[name] = value
-        return values[:count], named
 
     @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
         """Calls `op` with these values."""
-        positional, named = cls.as_passed(values)
-        return op(*positional, **named)
+        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

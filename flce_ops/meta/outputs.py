@@ -87,7 +87,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
     first = operands[0]
     tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
     for _, shape, asked, _, dtype, operand in results:
-        like, size, dtype = first, tokens, dtype or accumulate
+        like, size = first, tokens
         if operand:
             of = getattr(operands, operand)
             # grad_linear_bias has this shape even without a linear_bias
@@ -97,7 +97,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
             size = 0
         elif shape is not None:
             size = shape(call)
-        found.append(like.new_empty(size, dtype=dtype))
+        found.append(like.new_empty(size, dtype=dtype or accumulate))
     return tuple(found)
 
 

@@ -160,7 +160,7 @@ class WithGradInPlaceFunction(WithGradFunction):
         ctx.mark_dirty(grad_logits)
         ctx.differentiable = [True, False, False]
         ctx.mark_non_differentiable(losses, argmax)
-        save(ctx, without_values(cls.arguments, leaf).values(), losses, grad_logits)
+        save(ctx, without_values(cls.arguments, leaf), losses, grad_logits)
 
     @classmethod
     def backward(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):

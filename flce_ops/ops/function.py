@@ -58,6 +58,14 @@ class OperatorFunction(Function):
     per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), if the results are per token, too
     token_dim: ClassVar[int] = 0  # the dimension of tokens in every result
 
+    # indices of `with_derivative`, each with what says whether a call requests the result
+    derivatives: ClassVar[list[tuple[int, Callable | None]]]
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "arguments"):
+            named, names = enumerate(cls.arguments.results), cls.with_derivative
+            cls.derivatives = [(index, result.asked) for index, result in named if result.name in names]
+
     @classmethod
     def called(cls) -> str:
         """The function that the user called."""
@@ -74,8 +82,10 @@ class OperatorFunction(Function):
     @classmethod
     def differentiable(cls, call: Any) -> list[bool]:
         """Which results have a derivative. Results that were not requested have none."""
-        names = cls.with_derivative
-        return [name in names and (asked is None or asked(call)) for name, _, asked, *_ in cls.arguments.results]
+        found = [False] * len(cls.arguments.results)
+        for index, asked in cls.derivatives:
+            found[index] = asked is None or asked(call)
+        return found
 
     @classmethod
     def for_backward(cls, ctx, call: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -103,7 +113,7 @@ class OperatorFunction(Function):
         ctx.differentiable = cls.differentiable(call)
         ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
         saved = cls.for_backward(ctx, call, results)
-        save(ctx, call.values(), *saved)
+        save(ctx, call, *saved)
 
     @classmethod
     def backward(cls, ctx, *cotangents):
@@ -154,7 +164,7 @@ class OperatorFunction(Function):
                 with below_autograd():
                     return op(*args, **kwargs)
             values = arguments.values_of(args, kwargs)
-            tensors = [value for value in values if isinstance(value, Tensor)]
+            tensors = [values[index] for index in arguments.tensors if values[index] is not None]
             if has_tangent(*tensors):
                 cls.refuse_forward_mode()
             for index, name in numbers:
@@ -174,24 +184,20 @@ class OperatorFunction(Function):
         return run
 
 
-def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
+def save(ctx, call: Arguments, *results: Tensor) -> None:
     """Saves the values of a call, and the results that backward reads."""
-    ctx.constants = list(values)
-    tensors: list[Tensor | None] = []
-    for index, value in enumerate(ctx.constants):
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            ctx.constants[index] = None
-        else:
-            tensors.append(None)
+    ctx.constants, tensors = call.values(), []
+    for index in call.tensors:
+        tensors.append(ctx.constants[index])
+        ctx.constants[index] = None
     ctx.save_for_backward(*tensors, *results)
 
 
 def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
-    count = len(ctx.constants)
-    tensors = ctx.saved_tensors
-    values = [constant if tensor is None else tensor for constant, tensor in zip(ctx.constants, tensors)]
-    return arguments.of(values), tensors[count:]
+    values, saved = list(ctx.constants), ctx.saved_tensors
+    for index, tensor in zip(arguments.tensors, saved):
+        values[index] = tensor
+    return arguments.of(values), saved[len(arguments.tensors) :]
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:

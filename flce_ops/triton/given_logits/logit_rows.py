@@ -8,10 +8,10 @@ along a group stay in the thread. A thread holds 32-bit words, which contain two
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
-A sum of logits is summed relative to the maximum, too: V lse - sum_j z_j would cancel where logits share an offset. A
-logit is multiplied by log2 e after the maximum is subtracted from it. The product of a float32 logit of 3000 and log2 e
-has an error of up to 1.2e-4; the difference of two logits has none of that size. The sums of the groups and of the
-edges are combined once, after the last block.
+The sum of logits is computed relative to the maximum, too: V lse - sum_j z_j would lose digits to cancellation if the
+logits share a large offset. A logit is multiplied by log2 e after the maximum is subtracted from it. The product of a
+float32 logit of 3000 and log2 e has an error of up to 1.2e-4; the difference of two logits has none of that size. The
+sums of the groups and of the edges are combined once, after the last block.
 """
 
 from typing import NamedTuple
