@@ -8,6 +8,8 @@ from typing import Any
 class Running(threading.local):
     launch: Callable | None = None  # everything that is launched for the call, in backward, too
     call: Any = None  # its Arguments
+    backward: Any = None  # its OperatorFunction, if a backward may follow that calls another operator
+    differentiated: bool = False  # whether an OperatorFunction runs its operator
 
 
 running = Running()
