@@ -90,7 +90,9 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
         # Calls the body directly. Autograd's key would run it, but in inference mode DTensor sees the call first and
         # refuses plain tensors.
         return BODIES[name](**given)
-    positional = [given.pop(argument) for argument in POSITIONAL[name]]
+    positional = []
+    for argument in POSITIONAL[name]:
+        positional.append(given.pop(argument))
     if eager:  # the dispatcher fills in defaults faster than it takes them
         given = dict(given.items() - DEFAULTS[name])
     return getattr(ops, name)(*positional, **given)
