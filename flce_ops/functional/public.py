@@ -28,7 +28,7 @@ from ..support.holes import refuse_hole
 Function = TypeVar("Function", bound=Callable)
 REQUIRED = object()
 POSITIONAL = {name: tuple(arguments.index)[: arguments.positional] for name, (arguments, *_) in ENTRIES.items()}
-DEFAULTS = {name: set(zip(arguments.index, arguments.defaults)) for name, (arguments, *_) in ENTRIES.items()}
+DEFAULTS = {name: dict(zip(arguments.index, arguments.defaults)) for name, (arguments, *_) in ENTRIES.items()}
 
 
 def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Function]:
@@ -90,7 +90,10 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
         # Calls the body directly. Usually the dispatcher's autograd key runs the body. In inference mode DTensor sees
         # the call first, and refuses plain tensors beside DTensors.
         return BODIES[name](**given)
-    positional = [given.pop(argument) for argument in POSITIONAL[name]]
+    positional = []
+    for argument in POSITIONAL[name]:
+        positional.append(given.pop(argument))
     if eager:  # the dispatcher fills in defaults faster than it takes them
-        given = dict(given.items() - DEFAULTS[name])
+        usual = DEFAULTS[name]
+        given = {argument: value for argument, value in given.items() if value is not usual[argument]}
     return getattr(ops, name)(*positional, **given)
