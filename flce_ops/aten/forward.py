@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..math.precision import two_sum
 from ..math.shards import target_columns
 from ..meta.arguments import Forward
 from ..support.readable import copy_bytes
@@ -12,10 +13,11 @@ from .chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows
 from .logits import (
     activate,
     at_columns,
-    exponentiate_rows,
+    exponentiate,
     log_sum_of_squares,
     row_moments,
-    two_sum,
+    subtract_maximum,
+    sum_from_lse,
     weighted_logits,
 )
 from .valid_tokens import kernel_of, zero_where_ignored
@@ -28,11 +30,12 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
-    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
+    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, which lacks some classes
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight = None if weight is None else weight.to(lse.dtype)
+    weight_sum = num_classes if weight is None else weight.sum()
     in_block = (product_dtype(input) != lse.dtype) + (call.expected_log_prob or call.log_sum_sq_probs)
     reserved = 0 if linear_weight.is_contiguous() else copy_bytes(linear_weight)
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=reserved)
@@ -49,20 +52,24 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
             logits = activate(block, call.logits.of(rows))
             at_target = at_columns(logits, own_column, own_target_logit)
             own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
-            if call.logit_sum:
-                sums[rows] = weighted_logits(logits, weight)
             if call.argmax:
                 max_logit[rows], argmax[rows] = logits.max(1)
             if call.mean_logit:
                 mean_logit[rows] = logits.sum(1) / call.num_classes
+            row_max = subtract_maximum(logits)
+            if call.logit_sum:
+                sums[rows] = weighted_logits(logits, weight)
             if call.expected_log_prob:
-                row_max, row_sum, first_moment = row_moments(logits)
+                row_sum, first_moment = row_moments(logits)
                 expected[rows] = first_moment / row_sum - row_sum.log()
             else:
-                row_max, row_sum = exponentiate_rows(logits)
+                row_sum = exponentiate(logits)
+            log_sum = row_sum.log()
+            if call.logit_sum:
+                sums[rows] = sum_from_lse(sums[rows], log_sum, weight_sum)
             if call.log_sum_sq_probs:
                 squares[rows] = log_sum_of_squares(logits, row_sum)
-            total, rest = two_sum(row_max, row_sum.log())
+            total, rest = two_sum(row_max, log_sum)
             own_lse.copy_(total)
             own_rest.copy_(rest)
             del logits  # frees memory before the next block is allocated

@@ -23,13 +23,12 @@ def saved_rows(call: Forward) -> int:
         softcap=call.logits.softcap is not None,
         topk=call.operands.target.dim() == 2,
         sparse=call.sparse.gradient_threshold != 0.0,
-        batch_invariant=call.batch_invariant,
     )
     return rows_to_save(facts, input.shape[0], linear_weight.shape[0])
 
 
 def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
-    """For last_path(): how many rows are saved, and which condition of the call rules it out."""
+    """For last_path(): how many rows are saved, or which condition prevents saving."""
     if isinstance(call, Forward) and call.retain:
         rows = call.retain
     elif isinstance(call, Backward):
@@ -44,7 +43,9 @@ def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
 
 
 def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
-    """The number of rows. If N is symbolic, this is an expression of N, with the bytes set now as a constant."""
+    """The number of rows. If N is symbolic, this is an expression of N. The bytes that set_workspace allows are a
+    constant in it.
+    """
     (paths,) = SAVE_LOGITS.values()
     if choose(paths, facts).name == "recompute":
         return 0

@@ -5,6 +5,7 @@ import torch
 from toy_problem import rows_of
 
 from benchmarks import (
+    batch_invariant,
     cross_entropy,
     first_call,
     host_step,
@@ -101,6 +102,17 @@ def test_steps_over_a_support_are_rows_beside_the_exact_step(tmp_path):
     for row in rows:
         assert float(row["ms"]) > 0 and float(row["peak_MiB"]) > 0 and float(row["err_log_probs"]) < 1e-6
         assert float(row["x_exact"]) == 1.0 or row["support"]
+
+
+def test_steps_with_the_option_are_rows_beside_those_without(tmp_path):
+    quick = ["--device", "cpu", "--rounds", "2", "--ms", "1", "--out", str(tmp_path)]
+    batch_invariant.main(["--shapes", "37x24x131", "--dtype", "float32", *quick])
+    (path,) = tmp_path.rglob("batch_invariant.csv")
+    rows = {row["step"]: row for row in rows_of(path)}
+    assert len(rows) == 7
+    for row in rows.values():
+        assert float(row["ms"]) > 0 and row["before"] in ("", *rows) and not row["reason"]
+        assert bool(row["x_before"]) == bool(row["before"])
 
 
 def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path, monkeypatch):

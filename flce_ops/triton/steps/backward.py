@@ -4,19 +4,21 @@ gradient G.
     for each range of rows:            the valid tokens of the range                             gather_tokens.py
         for each slice of classes:     G of rows x classes                                       logits_gemm.py
                                            or, if forward saved logits,                          saved_gradient.py
+                                           or both: batch_invariant rounds all logits alike
                                        grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
                                        sum += G @ linear_weight[classes]                         input_gradient.py
         grad_input[rows] = sum
 
 If the float32 sums of all rows fit half the workspace, there is one range of rows. Then each slice of
-grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. A sum into main_grad
-needs no memory beside it.
+grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. If the gradient is
+added to main_grad, the sum needs no further memory.
 
-A sparse gradient is made from exponentials (sparse_run.py), which backward computes again, as a one-pass step does. It
-does not read lse, and forward saves no logits for it.
+A sparse gradient is made from exponentials (sparse_run.py), which backward computes again, as a one-pass step does.
+Such a backward does not read lse, and forward saves no logits for it.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from ... import meta
@@ -27,7 +29,7 @@ from ...objectives.given_slopes import GivenSlopes
 from ...support.workspace import get_workspace, matrix_bytes
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for, weight_tiles_for
-from ..gemm.epilogues import Gradient
+from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
 from ..gemm.split_k import RANGE, products_of_ranges
@@ -49,13 +51,13 @@ from .chunks import (
 )
 from .gradients import Gradients, finish_gradients, wanted_gradients
 from .one_pass_step import StepTokens
-from .quantized_logits import QuantizedLogits, quantized_of
+from .quantized_logits import QuantizedLogits, quantization, quantized_of
 from .saved_gradient import launch_saved_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
 
 BLOCK_V = 256  # columns of a tile of the logits GEMM
-SPLIT_NUMBERS = 16 << 20  # the most float32 numbers of grad_input's products in splits: 64 MiB
+SPLIT_NUMBERS = 16 << 20  # the most float32 numbers for products of splits (split_k.py): 64 MiB
 
 
 @takes(Backward)
@@ -104,7 +106,7 @@ def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
 def run_backward(
     call: Backward,
     valid_tokens: ValidTokens,
-    gradients: Gradients,  # `input` has the rows of `valid_tokens`, in their order
+    gradients: Gradients,  # `input` has one row for each of `valid_tokens`, in that order
     weight_gradient: WeightGradient | None,  # holds the sum over earlier tokens
 ) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the ranges of rows. Vectors of `call` are (N,), for all
@@ -141,7 +143,10 @@ def run_backward(
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_options=logit_options
         )
-        column, quantized, input_gradient = at_target.column, None, None
+        column, quantized, input_gradient, rounded = at_target.column, None, None, None
+        if call.batch_invariant and logit_options.softcap is None:  # under a softcap forward saves none
+            replaced = at_target.reference_class if call.expected_log_prob is not None else None
+            rounded = ExpSum(at_target.reference, None, None, reference_class=replaced)
         if call.retained is not None:
             quantized = quantized_of(call.retained, num_classes).of(slice(here.start, here.start + n))
         if grad_input is not None:
@@ -152,7 +157,9 @@ def run_backward(
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            launch_logit_gradient(rows, operands, cols, own, quantized, logit_options, here, out=gradient)
+            launch_logit_gradient(
+                rows, operands, cols, own, quantized, logit_options, here, out=gradient, rounded=rounded
+            )
             launch_set_entries(gradient, column, entry, here, start=cols.start)
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
@@ -175,6 +182,7 @@ def launch_logit_gradient(
     valid_tokens: ValidTokens,
     *,
     out: Tensor,  # (n, v)
+    rounded: ExpSum | None,  # forward's epilogue, for which the logits GEMM rounds the others' logits as saved ones are
 ) -> None:
     """Writes G of rows x classes: from saved logits for the first rows, and by the logits GEMM for the others."""
     linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
@@ -184,9 +192,30 @@ def launch_logit_gradient(
         launch_saved_gradient(quantized, cols, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
     if first_new < count:
         others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
-        factors = factors.of(others)
-        made = rows[others], linear_weight, bias, factors, logit_options, valid_tokens.of(others)
-        backend_for(rows).logits(*made, out=out[others])
+        operands_of_gemm, factors = (rows[others], linear_weight, bias), factors.of(others)
+        valid_tokens, out = valid_tokens.of(others), out[others]
+        if rounded is None:
+            backend_for(rows).logits(*operands_of_gemm, factors, logit_options, valid_tokens, out=out)
+            return
+        # in the memory of G, if it has 16 bits: a program reads a tile before it writes one
+        numbers = out.view(torch.int16) if out.itemsize == 2 else torch.empty_like(out, dtype=torch.int16)
+        tile = tiles_for(rows).block_n
+        largest = torch.empty(out.shape[0], triton.cdiv(out.shape[1], tile), device=out.device)
+        quantized = QuantizedLogits(numbers, largest)
+        epilogue = rounded_logits(rounded, quantized, others, cols, out.dtype)
+        backend_for(rows).logits(*operands_of_gemm, epilogue, logit_options, valid_tokens, out=numbers)
+        launch_saved_gradient(quantized, slice(0, out.shape[1]), factors, valid_tokens, out=out, tile=tile)
+
+
+def rounded_logits(
+    epilogue: ExpSum, quantized: QuantizedLogits, rows: slice, cols: slice, dtype: torch.dtype
+) -> ExpSum:
+    """`epilogue` without its sums, for these rows and classes."""
+    own = epilogue.reference_class
+    if own is not None:
+        own = ReferenceClass(own.column[rows], own.logit[rows])
+    reference, parameters = epilogue.reference_logit[rows], quantization(quantized, dtype)
+    return ExpSum(reference, None, None, quantization=parameters, reference_class=own, first_column=cols.start)
 
 
 def gradient_slices(
@@ -209,14 +238,16 @@ def gradient_slices(
     count = row_slices[0].stop
     left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    # slices are whole tiles: a tile has one maximum of saved logits
+    # slices are whole tiles, because saved logits have one maximum for each tile
     return row_slices, slices(num_classes, most_columns, BLOCK_V)
 
 
 def slices_of_ranges(
     rows: int, hidden: int, num_classes: int, itemsize: int, beside: int, *, want_input: bool
 ) -> tuple[list[slice], list[slice]]:
-    """All classes at once where they fit with the products of their ranges, else a range at a time: the same bits."""
+    """For batch_invariant: one slice of all classes if it fits together with the products of its ranges, otherwise one
+    slice for each range. Both give the same bits.
+    """
     products = products_of_ranges(num_classes) if want_input else 0
     row_bytes = padded(num_classes, itemsize) * itemsize + hidden * (4 * products if want_input else itemsize)
     if rows * row_bytes <= matrix_bytes(rows) or not products:
@@ -229,7 +260,7 @@ def slices_of_ranges(
 
 
 def product_splits(numbers: int, column_slices: int, left: int) -> int:
-    """The number of splits of V whose float32 products of `numbers` numbers fit in `left` bytes. Several column slices
-    share one product, so V is not split then.
+    """The number of splits of V whose float32 products of `numbers` numbers fit in `left` bytes. If there are several
+    column slices, they add to one product, and V is not split.
     """
     return 1 if column_slices > 1 else min(max(min(SPLIT_NUMBERS, left // 4) // numbers, 1), 8)
