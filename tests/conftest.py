@@ -19,6 +19,7 @@ fuzz/ is the fuzzer, mutation/ plants faults and asks which tests fail, digest.p
 What several folders use lies beside them.
 """
 
+import collections
 import gc
 import os
 import zlib
@@ -79,25 +80,29 @@ def fresh_seed():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--quick", action="store_true", help="make test: no exhaustive test, and a third of the cases of SAMPLED"
+        "--quick", action="store_true", help="make test: no exhaustive test, and a third of the cases of many"
     )
 
 
 SAMPLED = ("kernels", "layouts")  # whose cases take seconds each: in the interpreter, in several processes
+MANY = 8  # elsewhere a test with more cases than this has a third of them
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test of SAMPLED the first case and every third by its name: neighbours differ in one argument.
+    """Of each test of SAMPLED or of more cases than MANY: the first case and every third by its name.
 
+    Neighbours differ in one argument.
     By a name, not by a number, which would meet the same value of an argument of three.
     """
     if not config.getoption("quick"):
         return
     kept, left_out, seen = [], [], set()
+    cases = collections.Counter((item.path, item.originalname) for item in items)
     for item in items:
-        first = (item.path, item.originalname) not in seen
-        seen.add((item.path, item.originalname))
-        sampled = item.path.parent.name in SAMPLED and not first and zlib.crc32(item.name.encode()) % 3
+        test = (item.path, item.originalname)
+        third = item.path.parent.name in SAMPLED or (cases[test] > MANY and item.path.parent.name != "package")
+        sampled = third and test in seen and zlib.crc32(item.name.encode()) % 3
+        seen.add(test)
         out = sampled or item.get_closest_marker("exhaustive") is not None
         (left_out if out else kept).append(item)
     items[:] = kept

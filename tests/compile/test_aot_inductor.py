@@ -78,6 +78,7 @@ def test_package_of_a_decomposed_program_needs_no_flce_ops(device, tmp_path, mon
             loss(*inputs.args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("packages_load")
 def test_package_of_an_undecomposed_program_calls_the_operator(device, tmp_path):
     program = exported(make_inputs((N, D, V), device=device, bias=True, requires_grad=False), reduction="none")

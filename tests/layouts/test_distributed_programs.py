@@ -9,6 +9,7 @@ import torch.distributed as dist
 from process_pool import run_in_world, worlds
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", worlds(4, 8))
 def test_example_trains_under_fsdp2_and_tensor_parallelism(world):
     run_in_world(world, example)

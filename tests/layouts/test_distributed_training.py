@@ -66,6 +66,7 @@ def test_fsdp2_trains_as_one_process(world):
     run_in_world(world, fsdp2, False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", worlds(2))
 def test_fsdp2_trains_as_one_process_with_a_head_compiled_as_one_graph(world):
     run_in_world(world, fsdp2, True)

@@ -136,6 +136,7 @@ def fsdp2_times_tensor_parallel(device):
             check_same(losses, reference_losses(reference, batches), full_parameters(model), reference)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", worlds(4))
 def test_fsdp2_over_tensor_parallelism_checkpointed_compiled_tied_and_in_bfloat16(world):
     run_in_world(world, variants_of_fsdp2_times_tensor_parallel)

@@ -41,6 +41,17 @@ class Off(torch.autograd.Function):
         return 1.001 * gradient
 
 
+@pytest.mark.parametrize("milliseconds, promised", [(2.0, True), (4.0, False)])
+def test_a_step_slower_than_the_eager_one_is_told_and_one_slower_than_the_compiled_is_not(
+    milliseconds, promised, monkeypatch
+):
+    measured = iter([(milliseconds, 1), (3.0, 2), (1.0, 2)])  # flce_ops, eager, torch.compile
+    monkeypatch.setattr(check, "time_and_memory", lambda function, head: next(measured))
+    head = check.make_head(check.SHAPES["cpu"], torch.device("cpu")).to(torch.float32)
+    times = [line.promised for line in check.step(head) if line.what.startswith("step of")]
+    assert times == [promised, True]
+
+
 @pytest.mark.gpu
 def test_a_step_is_measured(capsys):
     head = check.make_head(check.TIMED, torch.device("cuda")).to(torch.bfloat16)

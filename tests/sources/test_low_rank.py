@@ -375,3 +375,14 @@ def test_small_class_scales_take_no_digits_in_float16(options, device):
         # 0.9 of plain torch's error is the rounding of the result to subnormal numbers; with a subnormal G, errors are
         # 9 times plain torch's
         assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6, name
+
+
+def test_a_sum_over_many_tokens_of_small_class_scales_does_not_overflow_float16():
+    """The scale that makes up for small class scales takes the row scales of a sum into account."""
+    call = Call((6000, 16, 31), rank=4, dtype=torch.float16, options={"class_scale": True, "reduction": "sum"})
+    with torch.no_grad():
+        call.class_scale.fill_(2.0**-10)
+    exact = results(call.in_dtype(torch.float64), Call.dense)
+    found, plain = results(call, Call.loss), results(call, Call.dense)
+    for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
+        assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6, name

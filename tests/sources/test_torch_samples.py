@@ -162,6 +162,7 @@ def modules_of(sample):
     return pair
 
 
+@pytest.mark.exhaustive
 def test_every_sample_of_the_module_is_torchs():
     for sample in module_samples(torch.float64):
         ours, theirs = (run_module(module, *sample.forward_input.args) for module in modules_of(sample))
