@@ -22,6 +22,11 @@ def staged(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
+def put(tensor: Tensor, message: Tensor) -> None:
+    """Pipelines receive into leaves that require a gradient."""
+    tensor.detach().copy_(message)
+
+
 def done(results: list[Tensor]) -> dist.Work:
     """Work that is finished: the copies back are in the current stream."""
     devices = [results[0].device] if results and results[0].is_cuda else []
@@ -39,7 +44,7 @@ class Received(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.work.wait()
-        self.tensor.copy_(self.message)
+        put(self.tensor, self.message)
         return True
 
 
@@ -70,29 +75,29 @@ class StagedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors, opts=None):
         for tensor in tensors:
-            tensor.copy_(self.reduced(tensor, dist.ReduceOp.SUM if opts is None else opts.reduceOp))
+            put(tensor, self.reduced(tensor, dist.ReduceOp.SUM if opts is None else opts.reduceOp))
         return done(tensors)
 
     def broadcast(self, tensors, opts):
         message = staged(tensors[0])
         self.gloo.broadcast([message], opts).wait()
-        tensors[0].copy_(message)
+        put(tensors[0], message)
         return done(tensors)
 
     def scatter(self, outputs, inputs, opts):
         message = torch.empty(outputs[0].shape, dtype=outputs[0].dtype)
         self.gloo.scatter([message], [[staged(part) for part in parts] for parts in inputs], opts).wait()
-        outputs[0].copy_(message)
+        put(outputs[0], message)
         return done(outputs)
 
     def allgather(self, outputs, inputs, opts=None):
         for parts, tensor in zip(outputs, inputs, strict=True):
             for out, part in zip(parts, self.gathered(tensor), strict=True):
-                out.copy_(part)
+                put(out, part)
         return done([part for parts in outputs for part in parts])
 
     def all_gather_single(self, output, input, opts=None):
-        output.view(-1).copy_(torch.cat([part.view(-1) for part in self.gathered(input)]))
+        put(output, torch.cat([part.view(-1) for part in self.gathered(input)]).view(output.shape))
         return done([output])
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
@@ -102,11 +107,11 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts):
         for output, parts in zip(outputs, inputs, strict=True):
-            output.copy_([self.reduced(part, opts.reduceOp) for part in parts][self.rank()])
+            put(output, [self.reduced(part, opts.reduceOp) for part in parts][self.rank()])
         return done(outputs)
 
     def reduce_scatter_single(self, output, input, opts):
-        output.view(-1).copy_(self.reduced(input, opts.reduceOp).view(self.size(), -1)[self.rank()])
+        put(output, self.reduced(input, opts.reduceOp).view(self.size(), *output.shape)[self.rank()])
         return done([output])
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
@@ -117,7 +122,7 @@ class StagedGroup(dist.ProcessGroup):
     def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):
         received = torch.empty(output.shape, dtype=output.dtype)
         self.gloo.alltoall_base(received, staged(input), output_sizes, input_sizes, dist.AllToAllOptions()).wait()
-        output.copy_(received)
+        put(output, received)
         return done([output])
 
     def send(self, tensors, rank, tag):

@@ -163,8 +163,8 @@ class Arguments:
 
     def dispatched(self) -> Any:
         """What its operator returns."""
-        values, count = self.values(), self.positional
-        return getattr(ops, self.op)(*values[:count], **dict(zip(self.keywords, values[count:])))
+        values = self.values()
+        return getattr(ops, self.op)(*values[: self.positional], **self.named_of(values))
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call in which change(name, value) replaces each value."""
@@ -181,9 +181,16 @@ class Arguments:
         return values
 
     @classmethod
+    def named_of(cls, values: Sequence[Any]) -> dict[str, Any]:
+        """The keyword arguments without defaults, which the dispatcher fills in faster than it takes them."""
+        count = cls.positional
+        named = zip(cls.keywords, values[count:], cls.defaults[count:])
+        return {name: value for name, value, default in named if value is not default}
+
+    @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
         """Calls `op` with these values."""
-        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
+        return op(*values[: cls.positional], **cls.named_of(values))
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -5,6 +5,7 @@ torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((
 
 import functools
 import importlib.util
+from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ class Compiling:
     chip: Chip  # the GPU that meta tensors stand for
     launches: int = 0  # the number of launches so far
     kernels: dict[Any, str] = field(default_factory=dict)  # Triton's futures of the kernels, and the kernels' names
+    heads: set[Hashable] = field(default_factory=set)  # whose kernels are among them
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)

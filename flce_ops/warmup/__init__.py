@@ -11,19 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
 from ..math.sparse_gradient import MODES
-from ..ops import paths
-from ..ops.call_facts import facts_of
-from ..ops.registration import OPERATORS, launches_of
-from ..support.torch_private import UncompiledDispatchMode
 from ..support.vendor import H200, Chip
 
 __all__ = ["FUNCTIONS", "warmup"]
 
 TOKENS = 512  # tokens of the traced call; the kernels are compiled for any number of tokens
-INNER = {getattr(ops, name).default: name for name in OPERATORS}
 FUNCTIONS = {
     function.__name__: function
     for function in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy)
@@ -85,11 +79,11 @@ def warmup(
             trace_call(options_of_call)
 
     def trace_call(options: dict) -> None:
-        with CompileInner():
-            result = call_on_meta(function, hidden, vocab, dtype, bias, options)
-            found = result if isinstance(result, tuple) else (result,)
-            wanted = [part for part in found if isinstance(part, Tensor) and part.requires_grad]
-            torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
+        # the fake kernels of the inner operators compile
+        result = call_on_meta(function, hidden, vocab, dtype, bias, options)
+        found = result if isinstance(result, tuple) else (result,)
+        wanted = [part for part in found if isinstance(part, Tensor) and part.requires_grad]
+        torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
 
     with driver_of(chip, present=device is not None):
         what = f"{function.__name__}, {hidden} x {vocab} in {dtype}"
@@ -118,21 +112,6 @@ def call_on_meta(function: Callable, hidden: int, vocab: int, dtype: torch.dtype
         per_token = meta(TOKENS, dtype=torch.float32)
         return function(tokens, weight, target, per_token, per_token, **options)
     return function(tokens, weight, target, **options)
-
-
-class CompileInner(UncompiledDispatchMode):
-    """Makes every inner operator that is called compile its kernels, if its path is Triton's."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = INNER.get(func)
-        if name is not None:
-            from ..triton.launch.ahead import trace
-
-            call = OPERATORS[name].arguments.bind(*args, **(kwargs or {}))
-            path = paths.choice_of(name, facts_of(call)).path
-            if path.name == "triton":
-                trace(launches_of(name, path.kernel), call)
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -33,10 +33,11 @@ def collectives(device):
     assert found.tolist() == [10 + 4 * rank, 12 + 4 * rank]
     dist.all_to_all_single(found := torch.empty(4, device=device), own)
     assert found.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
-    works = [dist.isend(own, 1 - rank), dist.irecv(found, 1 - rank)]
+    leaf = torch.empty(4, device=device, requires_grad=True)  # as of a pipeline's stage
+    works = [dist.isend(own, 1 - rank), dist.irecv(leaf, 1 - rank)]
     for work in works:
         work.wait()
-    assert found[0] == 10 * (1 - rank)
+    assert leaf[0] == 10 * (1 - rank)
     every = [None, None]
     dist.all_gather_object(every, rank)
     assert every == [0, 1]
