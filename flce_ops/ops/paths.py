@@ -7,8 +7,8 @@
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
 A condition reads CallFacts (call_facts.py), never data on a device. flce_ops.explain prints the tables for given
-arguments, docs/paths.md shows them, and the planner uses them. How Triton divides the tokens is a table of
-triton/steps/chunking.py.
+arguments, docs/paths.md shows them, and the planner uses them. A table in triton/steps/chunking.py says how Triton
+divides the tokens.
 """
 
 import functools

@@ -13,7 +13,7 @@ def forward_of_support(problem: TokenLosses, ids: TokenIds, num_classes: int, **
     """Returns results in the order of linear_cross_entropy_forward. There is no logit sum, because no caller has label
     smoothing.
 
-    `own` are the arguments that `problem` does not have. num_classes is of all shards.
+    `own` has the arguments that `problem` lacks. num_classes counts the classes of all shards.
     """
     operands, start = own.pop("operands", problem.operands), own.get("vocab_start", 0)
     assert operands.weight is None and not own["logit_sum"]

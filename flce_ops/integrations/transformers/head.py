@@ -93,7 +93,9 @@ linear_or_loss.flce_original = nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def forward_of_head(module: nn.Module) -> BoundForward:
-    """The new forward of a head. While pickle loads the head, it may still be empty."""
+    """The new forward of a head. It may be called while pickle is still loading the head, when `module` has no
+    attributes yet.
+    """
     if is_linear(module):
         return BoundForward(linear_or_loss, module, forward_of_head)
     if is_lora(module):
