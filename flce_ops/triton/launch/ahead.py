@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.cache import triton_key
 
 from ...meta import outputs
 from ...meta.call import Arguments
@@ -59,6 +58,13 @@ THREADS = 2 * len(os.sched_getaffinity(0))  # half of them wait: for the GIL, or
 _heads: set[Hashable] = set()  # (device, head) whose kernels are compiled; head_of() makes the keys
 
 
+def hash_triton() -> None:
+    with suppress(Exception):
+        from triton.runtime.cache import triton_key  # here: the planner has a stand-in for triton
+
+        triton_key()
+
+
 def make_driver() -> None:
     with suppress(Exception):  # the first launch raises it
         triton.runtime.driver.active.get_current_target()
@@ -66,7 +72,7 @@ def make_driver() -> None:
 
 # What Triton does once in a process, beside the imports that follow: it hashes its own files (0.36 s), and if its cache
 # is empty, it compiles its driver in C (0.4 s).
-_once = [threading.Thread(target=work, daemon=True) for work in (triton_key, make_driver)]
+_once = [threading.Thread(target=work, daemon=True) for work in (hash_triton, make_driver)]
 if torch.cuda.is_initialized():
     for _thread in _once:
         _thread.start()
