@@ -28,6 +28,7 @@ from ..math.precision import accumulation_dtype
 from ..math.topk import in_columns
 from ..meta.arguments import Backward, SupportBackward
 from .chunks import chunk_product
+from .class_blocks import ALL_AT_ONCE, OverClasses
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
@@ -93,15 +94,18 @@ def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V
     return None if per_class is None else per_class.to(dtype)
 
 
-def weighted_logits(logits: Tensor, weight: Tensor | None) -> Tensor:
+def weighted_logits(logits: Tensor, weight: Tensor | None, over: OverClasses = ALL_AT_ONCE) -> Tensor:
     """sum_j w_j z_ij, (n,)."""
-    return logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
+    if weight is None:
+        return over.sum(logits)
+    weight = weight.to(logits.dtype)
+    return logits @ weight if over is ALL_AT_ONCE else over.sum(logits * weight)
 
 
-def exponentiate_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+def exponentiate_rows(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor]:
     """Replaces z by exp(z - row_max) in place. Returns row_max and the row sums, (n,) each."""
-    row_max = finite_maximum(logits)
-    row_sum = logits.sub_(row_max).exp_().sum(1)
+    row_max = over.largest(finite_maximum(logits))
+    row_sum = over.sum(logits.sub_(row_max).exp_())
     return row_max.squeeze(1), row_sum
 
 
@@ -133,16 +137,16 @@ def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tenso
     return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
 
 
-def row_moments(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def row_moments(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor, Tensor]:
     """Like exponentiate_rows; also returns the row sums of E (z - row_max)."""
-    row_max = finite_maximum(logits)
+    row_max = over.largest(finite_maximum(logits))
     shifted = at_least_finite(logits.sub_(row_max)).clone()
-    return row_max.squeeze(1), logits.exp_().sum(1), shifted.mul_(logits).sum(1)
+    return row_max.squeeze(1), over.sum(logits.exp_()), over.sum(shifted.mul_(logits))
 
 
-def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor) -> Tensor:  # (n,)
+def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
     """log sum_j p_ij^2. The largest E of a row is 1, so neither sum underflows or overflows."""
-    return exponentials.square().sum(1).log_() - 2.0 * row_sum.log()
+    return over.sum(exponentials.square()).log_() - 2.0 * row_sum.log()
 
 
 def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..support.readable import copy_bytes
 from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
+from .class_blocks import ALL_AT_ONCE, over_classes
 from .gradients import GradientAccumulator, rows_beside_gradients
 from .logits import (
     activate_with_slope,
@@ -223,6 +224,7 @@ def loss_and_gradients(
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
+    over = over_classes(call) if getattr(call, "batch_invariant", False) else ALL_AT_ONCE
     for chunk, product in products:
         # ranks exchange once a chunk
         blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
@@ -230,9 +232,9 @@ def loss_and_gradients(
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))
             found = logits.gather(1, column[rows])
             target_logit = found if objective.soft else found.squeeze(1)
-            logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight)
+            logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight, over)
             largest = shared.largest(logits) if shared else None
-            row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes)
+            row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes, over)
             if shared is None:
                 lse, lse_rest = two_sum(row_max, row_sum.log())
             else:

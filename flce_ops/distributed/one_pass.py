@@ -32,6 +32,8 @@ from .vocab_parallel import vocab_parallel_rows
 
 def applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path. The answer must not depend on the rank."""
+    if problem.batch_invariant:  # forward's operator exchanges tiles' numbers, this one shards'
+        return False
     input, linear_weight, target, linear_bias, _ = problem.operands
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_facts(problem.loss, problem.logits)

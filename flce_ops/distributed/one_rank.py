@@ -63,6 +63,12 @@ class OneRank:
     sparse = as_it_is  # the options, with a seed of the rank's own
     sum_over_tokens = as_it_is  # (), from this rank's tokens to all tokens
 
+    def shard(self, operands: Operands) -> tuple[Operands, dict[str, Any]]:
+        """The operands of an operator that exchanges the numbers of tiles, and the arguments that say which part of the
+        rows this rank has.
+        """
+        return operands, {}
+
     def sharing(self) -> dict[str, Any]:
         """Arguments of linear_kl_div's operators: the mesh dimension that shards the vocabulary, if there is one."""
         return {}

@@ -94,7 +94,7 @@ def token_losses(
 
 
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
-    if layout.splits_vocabulary:
+    if layout.splits_vocabulary and not problem.batch_invariant:
         from ..distributed.vocab_parallel import vocab_parallel_rows
 
         return vocab_parallel_rows(cast(Any, layout), problem)
@@ -117,7 +117,8 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if problem.batch_invariant:
         options["batch_invariant"] = True
     if problem.support is None:
-        found = ops.linear_cross_entropy_forward(*problem.operands, **options, main_grad=problem.main_grad)
+        operands, of_shard = layout.shard(problem.operands) if problem.batch_invariant else (problem.operands, {})
+        found = ops.linear_cross_entropy_forward(*operands, **options, **of_shard, main_grad=problem.main_grad)
     else:
         found = forward_of_support(problem.operands, problem.support, layout.num_classes, **options)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found

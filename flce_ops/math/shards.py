@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..support.exchange import all_gather
+from ..support.holes import refuse_hole
 from .options import Statistics, TokenStatistics, changed
 from .statistics import statistics_of_shards
 from .topk import in_columns, tokens_that_count
@@ -46,10 +47,17 @@ def shard_rows(num_classes: int, ranks: int) -> int:
     return -(-num_classes // ranks)
 
 
+def check_shards(op: str, num_classes: int, ranks: int, tile: int) -> None:
+    """Refuses shards of which not every one has whole tiles, but for the end of the vocabulary: on all ranks alike."""
+    rows = shard_rows(num_classes, ranks)
+    if ranks > 1 and (rows % tile or rows * (ranks - 1) >= num_classes):
+        refuse_hole(op, "shards of parts of tiles", num_classes=num_classes, ranks=ranks, tile=tile, rows=rows)
+
+
 class Exchange:
     """Combines the numbers of a chunk's shards into those of whole rows."""
 
-    def __init__(self, group: str, ranks: int) -> None:
+    def __init__(self, group: str | None, ranks: int) -> None:
         self.group, self.ranks = group, ranks
 
     def whole_rows(
@@ -75,6 +83,12 @@ class Exchange:
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         return all_gather(numbers, self.group, self.ranks)
+
+    def tiles(
+        self, per_tile: Tensor, tiles: int
+    ) -> Tensor:  # (t, ...), room for those of the largest shard -> (T, ...)
+        """The numbers of all ranks' tiles of classes, in the order of the classes."""
+        return self.gather(per_tile.contiguous()).flatten(0, 1)[:tiles]
 
     def finish_statistics(
         self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
