@@ -24,6 +24,20 @@ class TokenIds(NamedTuple):
     begins: Tensor  # (N,) int64
     ends: Tensor  # (N,) int64
 
+    def named(self, counts: Tensor) -> tuple[Tensor, Tensor]:  # (N,) bool -> (E,) each
+        """1 + the token of each id, 0 for none; and whether it is an id, of a token that counts."""
+        place = torch.arange(self.ids.shape[0], device=counts.device)
+        behind = torch.searchsorted(self.begins, place, right=True)
+        return behind, (self.ids >= 0) & (place < pad(self.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
+
+    def hold(self, target: Tensor, counts: Tensor) -> Tensor:  # (N,) -> (N,) bool
+        """Whether the target is among its token's ids, or the token has none or does not count."""
+        behind, named = self.named(counts)
+        is_target = named & (self.ids == pad(target, (1, 0))[behind])
+        nothing = behind.new_zeros(counts.shape[0] + 1)
+        ids, hits = (nothing.index_add(0, behind, these.long())[1:] for these in (named, is_target))
+        return (hits > 0) | (ids == 0)
+
 
 class Support(NamedTuple):
     """What the operators take. Behind offsets[N] are no classes."""
@@ -38,12 +52,12 @@ class SortedIds:
 
     def __init__(self, given: TokenIds, counts: Tensor, num_classes: int) -> None:
         tokens, self.num_classes = counts.shape[0], num_classes
-        place = torch.arange(given.ids.shape[0], device=counts.device)
-        behind = torch.searchsorted(given.begins, place, right=True)  # 1 + the token, 0 for none
-        named = (given.ids >= 0) & (place < pad(given.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
+        behind, named = given.named(counts)
         self.of_token = torch.arange(tokens + 1, device=counts.device) * num_classes  # the first pair it may have
         self.none = self.of_token[-1:]  # a tensor: a number that is a symbol would be a constant of a graph
-        self.pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none).sort().values
+        pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none)
+        del behind, named  # the sort takes five times its numbers
+        self.pairs = pairs.sort().values
 
     def support(self, classes: slice) -> Support:
         """`classes` are those of a shard."""
@@ -52,13 +66,6 @@ class SortedIds:
         here = distinct & (column >= 0) & (column < classes.stop - classes.start)
         behind = pad(here.cumsum(0), (1, 0))
         last = torch.arange(behind.shape[0], device=column.device)[-1:]  # the place of all that are not here
-        found = torch.full_like(behind, -1).scatter(0, torch.where(here, behind[:-1], last), column)
+        found = torch.full_like(behind, -1).scatter_(0, torch.where(here, behind[:-1], last), column)
         begins = torch.searchsorted(self.pairs, self.of_token)
         return Support(found[:-1], behind[begins], pad(distinct.cumsum(0), (1, 0))[begins].diff())
-
-    def holds(self, target: Tensor) -> Tensor:  # (N,) -> (N,) bool
-        """Whether the target is among its token's ids, or the token has none."""
-        wanted = self.of_token[:-1] + target
-        begins = torch.searchsorted(self.pairs, self.of_token)
-        found = torch.cat([self.pairs, self.none])[torch.searchsorted(self.pairs, wanted)] == wanted
-        return found | (begins.diff() == 0)
