@@ -8,9 +8,9 @@ client_steps.py has the clients, their models and their batch.
             err_...: errors of the loss and of the gradients of hidden states and weight, relative to dense float32
 
 A row is one loss and one provider. `own` is the client's default head: TRL's Triton kernels, Transformers' logits.
-`flce_ops_retaining` keeps all logits for backward, RETAINED bytes at most: a matter of losses per token, TRL's but for
-SFT's nll.
-`equal` says that no error of the row is above TOLERANCE, nor above SLACK times that of the client's own head.
+`flce_ops_retaining` keeps all logits for backward, RETAINED bytes at most. It differs from `flce_ops` only for losses
+per token: those of all TRL trainers except SFT's nll. `equal` says that no error of the row is above TOLERANCE, nor
+above SLACK times that of the client's own head.
 """
 
 import argparse

@@ -62,7 +62,7 @@ MODES = {
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
-        Mode("soft64", 3, "mean", True, True),  # 64 classes a token: soft.py
+        Mode("soft64", 3, "mean", True, True),  # 64 classes per token: soft.py
         Mode("policy", 3, "none", True, True),  # a policy's loss, from losses per token or in one call: policy.py
         # per-token losses, whose gradient is known in backward only: logits are saved or recomputed
         Mode("none", 3, "none", True, True),

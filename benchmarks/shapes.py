@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
         Shape(20000, 1024, 32064),
         Shape(4096, 4096, 151669),  # Qwen 2.5's tokens, without the padding of its head
         Shape(4096, 4096, 151680),
-        Shape(8192, 2052, 32000),  # rows of D half numbers do not start on 16 bytes: no tensor maps
+        Shape(8192, 2052, 32000),  # rows of D 16-bit numbers do not start on 16 bytes: no tensor maps
         Shape(8192, 2064, 32000),
     ),
     "small": (  # few tokens, or a small head: the host's launches matter

@@ -19,7 +19,7 @@ import torch
 
 from .modes import Step
 
-MAX_CALLS = 2000  # in a round of very short steps: bounds the number of events held
+MAX_CALLS = 2000  # the most calls in a round, which bounds the number of CUDA events if steps are very short
 CALLS_AHEAD = 60  # a stream can hold 1024 launches that have not begun
 
 

@@ -29,8 +29,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IGNORED = 0.1
 STEPS = 10
 MIB = 1 << 20
-# This package and plain PyTorch sum in different orders, so their rounding errors differ by chance. A loss that cancels
-# leaves an error of a few units in the last place.
+# This package and plain PyTorch sum in different orders, so their rounding errors differ by chance. If the terms of a
+# loss cancel, an error of a few units in the last place remains.
 TIMES_PLAIN, UNITS = 1.5, 4.0
 
 

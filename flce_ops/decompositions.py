@@ -4,7 +4,7 @@
 
 The kernels divide the tokens into chunks at run time, by the workspace. A graph cannot, because the number of tokens is
 a symbol there. The number of classes is known, so decompositions divide the vocabulary into blocks and unroll the loop
-over them. A while_loop over tokens would bound the memory for any N, too, but few runtimes have one.
+over them. A while_loop over tokens would also bound the memory for any N, but few runtimes support loops.
 
                D                V
            ┌───────┐   ┌────┬────┬────┬──┐   for each block of CLASSES_PER_BLOCK columns:
@@ -13,9 +13,9 @@ over them. A while_loop over tokens would bound the memory for any N, too, but f
                                                  lse_b = logsumexp z                          (N,)
        lse = logsumexp_b lse_b
 
-Each block runs the functions of the kernels (aten/logits.py), made functional. Nothing reads data on the host. All
-operators are available in runtimes for exported programs: matrix products, comparisons, reductions. Gradients take a
-second pass over the blocks.
+Each block runs the functions of the kernels (aten/logits.py), made functional. Nothing reads data on the host. The
+graph uses only operators that runtimes for exported programs have: matrix products, comparisons, reductions. Gradients
+take a second pass over the blocks.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,19 +31,20 @@ from .aten.logits import (
     activate_with_slope,
     add_sum,
     apply_slope,
-    exponentiate_rows,
+    exponentiate,
     log_sum_of_squares,
     row_moments,
     softmax_factors,
     softmax_gradient,
-    two_sum,
+    subtract_maximum,
+    sum_from_lse,
     upcast,
     weighted_logits,
 )
 from .aten.valid_tokens import check_target_range
 from .entry import BODIES
 from .math.options import TokenStatistics
-from .math.precision import accumulation_dtype
+from .math.precision import accumulation_dtype, two_sum
 from .math.shards import target_columns
 from .math.topk import tokens_that_count
 from .meta.arguments import (
@@ -66,7 +67,7 @@ from .support.torch_private import functional
 # N tokens, D hidden, V vocabulary, v classes of a block
 
 # AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192; 131 MiB
-# and 0.91 s with 16384. They compile in 10.5 and 9.2 s.
+# and 0.91 s with 16384. Compiling takes 10.5 s and 9.2 s.
 CLASSES_PER_BLOCK = 8192
 
 
@@ -136,24 +137,27 @@ def forward(call: Forward) -> Outputs:
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
     weight, options = upcast(weight, dtype), call.logits.of(slice(None))
-    target_logit = sums = total = torch.zeros_like(target, dtype=dtype)
+    target_logit = total = torch.zeros_like(target, dtype=dtype)
     max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # one entry for each block
+    logit_sum_of, weight_of = [], []
     for classes in class_blocks(linear_weight):
         logits = activate(product(input, linear_weight[classes].T, block_of(linear_bias, classes)), options)
         target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
-        if call.logit_sum:
-            sums = sums + weighted_logits(logits, block_of(weight, classes))
         if call.mean_logit:
             total = total + logits.sum(1)
         if call.argmax:
             largest, argmax = logits.max(1)
             largest_of.append(largest)
             argmax_of.append(argmax + classes.start)
+        row_max = subtract_maximum(logits)
+        if call.logit_sum:
+            logit_sum_of.append(weighted_logits(logits, block_of(weight, classes)))
+            weight_of.append(classes.stop - classes.start if weight is None else weight[classes].sum())
         if call.expected_log_prob:
-            row_max, row_sum, first_moment = row_moments(logits)
+            row_sum, first_moment = row_moments(logits)
             moment_of.append(first_moment)
         else:
-            row_max, row_sum = exponentiate_rows(logits)
+            row_sum = exponentiate(logits)
         if call.log_sum_sq_probs:
             squares_of.append(log_sum_of_squares(logits, row_sum))
         max_of.append(row_max)
@@ -162,7 +166,13 @@ def forward(call: Forward) -> Outputs:
     row_max = max_of_blocks.amax(1)
     distance = max_of_blocks - row_max.unsqueeze(1)
     row_sum = (distance.exp() * sum_of_blocks).sum(1)
-    lse, lse_rest = two_sum(row_max, row_sum.log())
+    log_sum = row_sum.log()
+    lse, lse_rest = two_sum(row_max, log_sum)
+    sums = lse.new_zeros(0)
+    if call.logit_sum:
+        parts = zip(logit_sum_of, weight_of, distance.unbind(1), strict=True)
+        sums = torch.stack([part + weight_sum * offset for part, weight_sum, offset in parts]).sum(0)
+        sums = torch.where(valid, sum_from_lse(sums, log_sum, sum(weight_of)), 0.0)
     expected = max_logit = squares = mean_logit = lse.new_zeros(0)
     argmax = target.new_zeros(0, dtype=torch.int64)
     if call.expected_log_prob:
@@ -179,7 +189,6 @@ def forward(call: Forward) -> Outputs:
         max_logit, argmax = torch.where(valid, max_logit, 0.0), torch.where(valid, argmax, -1)
     target_logit = torch.where(hit, target_logit, 0.0)
     lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
-    sums = torch.where(valid, sums, 0.0) if call.logit_sum else lse.new_zeros(0)
     retained = target.new_zeros(
         call.retain, call.operands.saved_columns, dtype=torch.int16
     )  # backward below does not read it

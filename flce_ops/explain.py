@@ -121,7 +121,9 @@ def of_head(function: Callable, call: dict) -> list[str]:
 
 
 def of_loss(title: str, facts: CallFacts) -> tuple[list[str], str]:
-    """Verdicts on the paths of a scalar loss, and the chosen path; "recompute" if the loss is not a scalar."""
+    """Lines that say of each path of a scalar loss whether it runs and why not; and the chosen path, "recompute" if the
+    loss is not a scalar.
+    """
     if not title:
         return [], "recompute"
     return verdicts(title, LOSS[title], facts), choose(LOSS[title], facts).name
@@ -207,7 +209,7 @@ def sparse_products(call: dict) -> tuple[bool, bool]:
 
 
 def has_topk(call: dict) -> bool:
-    """Whether target has several classes a token. (linear_kl_div's target, which may be None, only says which tokens
+    """Whether target has several classes per token. (linear_kl_div's target, which may be None, only says which tokens
     count.)
     """
     target = call.get("target")

@@ -1,4 +1,4 @@
-"""Modules that own the head's parameters; the mathematics is in flce_ops/entry/cross_entropy.py."""
+"""Modules that own the head's parameters. They call flce_ops.linear_cross_entropy."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def loss_repr(module: nn.Module) -> str:
 
 
 def check_options(module: nn.Module) -> None:
-    """Refuses options that can never be right when the module is made, not only at its first loss."""
+    """Refuses invalid options in the constructor, not only when the first loss is computed."""
     op, options = type(module).__name__, options_of(module)
     check_ignore_index(op, options["ignore_index"])
     check_ranges(op, **options)
@@ -236,7 +236,7 @@ class LinearCrossEntropyHead(nn.Linear):
         self.gradient_sparse = gradient_sparse
         check_options(self)
 
-    @overload  # type: ignore[override]  # with targets it is another function than nn.Linear's
+    @overload  # type: ignore[override]  # nn.Linear's forward takes no targets
     def forward(
         self,
         input: Tensor,

@@ -19,7 +19,7 @@ class VocabParallel(ParallelStyle):
     """Shards the vocabulary of a LinearCrossEntropyLoss or LinearCrossEntropyHead over a 1-D mesh.
 
     Every rank gets the same loss as from the module alone. The logits and the full weight are never gathered: forward
-    sends 2 or 3 numbers per token, backward sums the gradient of the input once.
+    sends 2 to 4 numbers per token, backward sums the gradient of the input once.
 
     Args:
         input_layouts: layout of a plain input, (B, T, D). Replicate(): every rank passes the same hidden states, and

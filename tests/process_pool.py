@@ -1,4 +1,5 @@
 """Process groups that stay alive between tests: one per (device type, number of processes), gloo on CPU, NCCL on GPUs.
+If there are fewer GPUs than processes, two or four processes share one card (staged_group.py).
 
 A test sends a module-level function to every process of a group, and fails with the tracebacks of the processes that
 raised. If a process fails or hangs, its group is ended, and the next test starts a new one. All processes get the
@@ -26,6 +27,8 @@ CASE_SECONDS = 600  # for one case with compilation, on a slow machine with othe
 GRACE_SECONDS = 5
 
 GPU_WORLDS = (2, 4, 8)
+ON_ONE_CARD = 4  # at most so many processes share a card
+STAGED = "staged"  # in place of a device type: the group of one card, on the CPU
 
 # Modules that the parent of the CPU processes imports once, instead of 5 s of a core in each process. CUDA does not
 # allow such forks.
@@ -40,7 +43,9 @@ IMPORTED = (
 
 
 def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
-    """Parameters (device type, processes): NCCL on that many GPUs; in CI the sizes of `gloo` on the CPU."""
+    """Parameters (device type, processes): NCCL on that many GPUs, or on one card that they share; in CI the sizes of
+    `gloo` on the CPU.
+    """
     cpu = [pytest.param(("cpu", size), id=f"gloo{size}") for size in gloo if size in sizes]
     gpu = [
         pytest.param(("cuda", size), id=f"nccl{size}", marks=pytest.mark.multigpu)
@@ -53,8 +58,8 @@ def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
 def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> None:
     """Runs `case(device, *args, **kwargs)` in every process of the world."""
     device_type, size = world
-    if device_type == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
+    if device_type == "cuda" and torch.cuda.device_count() < (1 if size <= ON_ONE_CARD else size):
+        pytest.skip(f"needs {size} GPUs" if size > ON_ONE_CARD else "needs a GPU")
     if world not in _pools or not _pools[world].alive():
         _pools[world] = Pool(device_type, size)
     pool = _pools[world]
@@ -67,8 +72,8 @@ def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> Non
 
 class Pool:
     def __init__(self, device_type: str, size: int) -> None:
-        context = mp.get_context("forkserver" if device_type == "cpu" else "spawn")
-        if device_type == "cpu":
+        context = mp.get_context("spawn" if device_type == "cuda" else "forkserver")
+        if device_type != "cuda":
             context.set_forkserver_preload(list(IMPORTED))
         self.directory = tempfile.TemporaryDirectory()
         self.results = context.Queue()
@@ -140,21 +145,25 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     threading.Thread(target=end_with_the_parent, daemon=True).start()
     os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"] = str(rank), str(rank), str(size)
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if device_type == "cpu":
+    device, backend = torch.device("cpu"), "gloo"
+    if device_type != "cuda":
         interpreter.remember_what_is_patched()
-    if device_type == "cuda":
+    else:
         # NVLink multicast needs exclusive use of the host's whole fabric
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        device = torch.device("cuda", rank)
+        device, backend = torch.device("cuda", rank % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(device)
+    if device_type == STAGED or (device_type == "cuda" and torch.cuda.device_count() < size):
+        import staged_group  # registers it
+
+        backend = staged_group.NAME
     dist.init_process_group(
-        "gloo" if device_type == "cpu" else "nccl",
+        backend,
         init_method=rendezvous,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=CASE_SECONDS),
-        device_id=device if device_type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )
     while (task := tasks.get()) is not None:
         seed, case, args, kwargs = task

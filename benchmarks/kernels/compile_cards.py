@@ -77,7 +77,7 @@ OF_NVIDIA = {"Jensen-Shannon", "given logits", "given float32 logits"}
 class Compiled(NamedTuple):
     name: str
     shared: int
-    stack: int  # bytes a thread, of registers that are kept in memory
+    stack: int  # bytes per thread, of registers that are kept in memory
     tcgen05: bool
 
 

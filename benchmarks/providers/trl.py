@@ -1,8 +1,8 @@
 """TRL's log-probabilities: torch.mm computes logits of 4096 tokens by 32768 classes, Triton folds them. Backward
 computes each tile again and adds the gradients in float32.
 
-The mean, and gathering the tokens that are not ignored, which waits for the GPU, are as in TRL's own head
-(add_fused_lm_head in trl/trainer/utils.py).
+As in TRL's own head (add_fused_lm_head in trl/trainer/utils.py), the valid tokens are gathered first, for which the
+host waits, and their losses are averaged.
 """
 
 from __future__ import annotations

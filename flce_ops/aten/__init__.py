@@ -2,14 +2,14 @@
 
 forward.py, backward.py, double_backward.py, kl_div.py    one operator each
 with_grad.py                           gradients made in forward: any row objective, also over a shared vocabulary
-    valid_tokens.py                    which rows the bodies get: without ignored tokens, or with zeros for them
+    valid_tokens.py                    which rows kernels get: without ignored tokens, or with zeros for them
     logits.py                          logits of a chunk, their softmax, the terms of the gradient
     chunks.py, gradients.py            how rows are divided; the gradient GEMMs and their sums over chunks
     sparse_gradients.py                the entries of a sparse gradient, as a dense matrix
     row_statistics.py                  exponentials of a chunk, and statistics on request
     class_blocks.py                    sums over classes in a fixed order, on one rank and on shards: batch_invariant
 cross_entropy.py                       given logits, without a GEMM
-support.py                             rows of the classes of a support, without a GEMM
+support.py                             logits of a support's classes, without a GEMM
 low_rank.py                            with_grad for a frozen head with a low-rank pair
     row_norms.py                       norms of the rows of W + s B A, which DoRA divides by
 second_order.py, backward_tangent.py   shared code of second derivatives; their derivative along a vector

@@ -1,4 +1,6 @@
-"""linear_cross_entropy_backward: recomputes logits (except saved ones), then their gradient, then runs two GEMMs."""
+"""linear_cross_entropy_backward: recomputes the logits that forward did not save, computes their gradient, then runs
+two GEMMs.
+"""
 
 from collections.abc import Sequence
 
@@ -32,7 +34,7 @@ from .valid_tokens import kernel_of
 
 @kernel_of(BackwardInPlace)
 def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
-    main_grad = call.main_grad.data  # of a version of its own: one step of the buffer's, however many chunks write
+    main_grad = call.main_grad.data  # with its own version counter: all chunks count as one write
     torch.autograd.graph.increment_version(call.main_grad)
     gradients_of_rows(call, (grads[0], main_grad, grads[2]))
 
@@ -52,7 +54,8 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     # p and its factor are separate matrices if the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
     in_block += draws is not None
-    # The user's buffer. A half buffer, too, gets a float32 sum if there are several chunks.
+    # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
+    # buffer.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
     sums = output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
     step = rows_beside_gradients(

@@ -46,7 +46,7 @@ class Direction(NamedTuple):
 
 def backward_tangent(direction: Direction, call: DoubleBackward) -> Outputs:
     """The change of the backward operator's gradients, at the arguments of `call`. Does not read `call.grad_grads`."""
-    of_gradients = slice(3, None)  # where these stand among the results of `call`
+    of_gradients = slice(3, None)  # their places among the results of `call`
     out = allocate(call.results[of_gradients], call)
     on_valid_tokens(tangent_of_rows, call, out, call.fills[of_gradients], direction)
     return out

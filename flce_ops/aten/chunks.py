@@ -2,13 +2,13 @@
 
                   V
             ┌───────────┐
-          n │ product   │    u = input @ linear_weight.T + linear_bias, in the dtype in which the GEMM hands it over
-            │▒▒▒▒▒▒▒▒▒▒▒│    a block of it at a time becomes z, then G, in the accumulation dtype; G goes back into the
+          n │ product   │    u = input @ linear_weight.T + linear_bias, in the dtype that the GEMM returns
+            │▒▒▒▒▒▒▒▒▒▒▒│    one block of rows at a time becomes z, then G, in the accumulation dtype; G overwrites the
             └───────────┘    product, which the two gradient GEMMs read
 
-Only the product has n rows. On a CPU the GEMM rounds the product of half operands anyway, so keeping the product in
-half loses nothing. For the same reason forward may save the first R rows of the product for backward: backward gets the
-same bits.
+The product is the only matrix with all n rows of a chunk; the others have the rows of a block. On a CPU the GEMM of
+bfloat16 or float16 operands rounds its result, so the product can be kept in that dtype without a further loss. For the
+same reason forward may save the first R rows of the product for backward: backward gets the same bits.
 """
 
 from collections.abc import Iterator
@@ -26,18 +26,19 @@ from .valid_tokens import RowsByChunk, tokens_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-# On a CPU chunks stay below the workspace, since larger ones gain little: a step of 2048x512x32000 takes 0.57 s with
-# chunks of 256 rows, 0.61 with 128, 0.69 with 64, 0.89 with 32 (bfloat16, two cores; 1.21, 1.37, 1.72 and 2.4 s in
-# float32).
+# On a CPU chunks stay below the workspace, since larger ones gain little: a step of 2048x512x32000 in bfloat16 on two
+# cores takes 0.57 s with chunks of 256 rows, 0.61 with 128, 0.69 with 64, 0.89 with 32. In float32 it takes 1.21, 1.37,
+# 1.72 and 2.4 s.
 CPU_CHUNK_BYTES = 16 << 20
 CPU_ROWS = 128
-# The fewest rows, however small the workspace is. (With fewer rows cuBLAS splits the sums of a product and adds the
-# parts in half.)
+# A chunk has at least this many rows, even if the workspace is smaller. (With fewer rows cuBLAS splits the sums of a
+# product and adds the parts in bfloat16 or float16.)
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
 # A CPU's BLAS sums float32 and float64 products in another order in the last rows of a matrix, or of a thread's part of
-# it, if the number of rows is no multiple of this. ATen sums a single row in several threads. So the last rows are
-# multiplied once more as a group of this size, and no chunk or block has fewer rows unless there are no more.
+# it, if the number of rows is no multiple of this. ATen sums a single row in several threads. So that a row's bits do
+# not depend on its place, the last rows are multiplied a second time as a group of this size, and no chunk or block has
+# fewer rows unless the call has fewer.
 ROWS_OF_EQUAL_BITS = 4
 
 # A product of other classes may have other bits, too: batch_invariant multiplies blocks of this many by themselves.
@@ -58,7 +59,7 @@ def product_dtype(input: Tensor) -> torch.dtype:
 
 
 def product_is_rounded(input: Tensor) -> bool:
-    """Whether z needs memory beside the product because the dtypes differ."""
+    """Whether z needs memory of its own beside the product, because their dtypes differ."""
     return product_dtype(input) != accumulation_dtype(input.dtype)
 
 
@@ -114,8 +115,8 @@ def rows_per_chunk(
 ) -> int:
     """How many rows fit the workspace: their product, and G's rounded copy if it needs one.
 
-    Beside it stand, in the accumulation dtype, `matrices` of n rows and `matrices_in_block` of a block's rows, and
-    `reserved` bytes.
+    Beside these, the workspace holds matrices in the accumulation dtype, `matrices` with n rows and `matrices_in_block`
+    with the rows of a block, and `reserved` bytes.
     """
     accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
@@ -189,7 +190,7 @@ def chunk_products(
             u[:known].copy_(own)
         if known < count:
             rest, out = slice(chunk.start + known, chunk.stop), u[known:] if known else u
-            # not bound to a name, so a gathered copy of rows is freed at once
+            # not assigned to a variable, so a gathered copy of the rows is freed at once
             chunk_product(rows_of(input, rest), linear_weight, linear_bias, out, block)
         yield chunk, u
 

@@ -32,6 +32,12 @@ class OverClasses:
         largest, column = logits.max(1)
         return largest, column
 
+    def number_of(self, classes: int) -> int:
+        return classes
+
+    def per_class(self, numbers: Tensor) -> Tensor:  # (v,) -> (V,)
+        return numbers
+
     def at_target(self, logit: Tensor, hit: Tensor | None) -> Tensor:
         """`hit` says which targets this rank has; the logits of others are 0."""
         return logit if hit is None else torch.where(hit, logit, 0.0)
@@ -43,7 +49,7 @@ ALL_AT_ONCE = OverClasses()
 class InBlocks(OverClasses):
     def __init__(self, exchange: Exchange, vocab_start: int, num_classes: int) -> None:
         self.exchange, self.vocab_start = exchange, vocab_start
-        self.blocks = -(-num_classes // BLOCK)  # of all ranks
+        self.num_classes, self.blocks = num_classes, -(-num_classes // BLOCK)  # of all ranks
         self.blocks_of_rank = -(-shard_rows(num_classes, exchange.ranks) // BLOCK)
 
     def sum(self, numbers: Tensor) -> Tensor:
@@ -65,6 +71,12 @@ class InBlocks(OverClasses):
             return largest, column
         gathered = self.exchange.gather(torch.stack([largest, (column + self.vocab_start).to(largest.dtype)]))
         return gathered[:, 0].amax(0), argmax_of_shards(gathered[:, 0], gathered[:, 1])
+
+    def number_of(self, classes: int) -> int:
+        return self.num_classes
+
+    def per_class(self, numbers: Tensor) -> Tensor:
+        return self.exchange.classes(numbers, self.num_classes)
 
     def at_target(self, logit: Tensor, hit: Tensor | None) -> Tensor:
         return self.exchange.gather(super().at_target(logit, hit)).sum(0)  # all but one are 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import meta
 from ..math.options import TokenStatistics
-from ..math.precision import accumulation_dtype
+from ..math.precision import accumulation_dtype, two_sum
 from ..math.shards import target_columns
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..meta.call import takes
@@ -24,9 +24,10 @@ from .logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
-    exponentiate_rows,
+    exponentiate,
     softmax_gradient,
-    two_sum,
+    subtract_maximum,
+    sum_from_lse,
     upcast,
     weighted_logits,
 )
@@ -53,15 +54,19 @@ def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     logits, target, weight = call.operands
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
     weight = upcast(weight, lse.dtype)
+    weight_sum = logits.shape[1] if weight is None else weight.sum()
     for rows, u in copied_rows(call):
         z = activate(u, call.logits.of(rows))
         target_logit[rows] = z.gather(1, column[rows]).squeeze(1)
-        if call.logit_sum:
-            sums[rows] = weighted_logits(z, weight)
         if call.argmax:
             argmax[rows] = z.argmax(1)
-        row_max, row_sum = exponentiate_rows(z)
-        lse[rows], lse_rest[rows] = two_sum(row_max, row_sum.log())
+        row_max = subtract_maximum(z)
+        if call.logit_sum:
+            sums[rows] = weighted_logits(z, weight)
+        log_sum = exponentiate(z).log()
+        if call.logit_sum:
+            sums[rows] = sum_from_lse(sums[rows], log_sum, weight_sum)
+        lse[rows], lse_rest[rows] = two_sum(row_max, log_sum)
 
 
 @kernel_of(LogitsBackward)
@@ -96,8 +101,8 @@ def with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Ten
 
 
 def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Tensor, argmax: Tensor) -> None:
-    """`grad_logits` may be the logits. Compacted rows stand at or before their tokens' places, so no row is overwritten
-    before it is read.
+    """`grad_logits` may be the logits. The row of the k-th valid token is written at place k, which is never after the
+    token's own place. So no row is overwritten before it is read.
     """
     call.all_count = check_target_range(call.operands.target, call.operands.logits.shape[1], call.ignore_index)
     on_valid_tokens(with_grad_of_rows, call, (losses, grad_logits, argmax), LogitsWithGrad.fills[1:])

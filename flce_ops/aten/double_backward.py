@@ -9,16 +9,16 @@ Let input', linear_weight' and bias' be the cotangents of those three results. T
     u' = input' @ linear_weight.T + input @ linear_weight'.T + bias'      z' = f' u'      lse'_i = sum_j p_ij z'_ij
 
 where p = exp(z - lse), and lse is the logsumexp of the same operands. lse gets no cotangent of its own: the terms
-through lse are part of dL/du. As a separate, rounded number they would not cancel the other terms if a token's class
-has nearly all of the probability.
+through lse are part of dL/du. If lse were a separate, rounded number, the terms through lse would not cancel the others
+when a token's class has nearly all of the probability.
 
     dL/da_i = z'_i,y_i        dL/dl_i = lse'_i        dL/dm_i = sum_j w_j z'_ij
     dL/du = l p (z' - lse') f' + d f'' u'                      f'' = d^2 z / du^2 = -2 logit_scale z / softcap^2 * f'
     dL/dinput = dL/du @ linear_weight + G @ linear_weight'
     dL/dlinear_weight = (dL/du).T @ input + G.T @ input'       dL/dlinear_bias = (dL/du).T @ 1
 
-Only the primed three have derivatives in turn (flce_ops/aten/backward_tangent.py). Third derivatives are refused with
-an error that names them.
+This operator has derivatives only by input', linear_weight' and bias' (flce_ops/aten/backward_tangent.py). Third
+derivatives are refused with an error that names them.
 """
 
 from collections.abc import Sequence

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..math.precision import two_sum
 from ..math.shards import shard_rows, target_columns
 from ..meta.arguments import Forward
 from ..support.readable import copy_bytes
@@ -13,10 +14,11 @@ from .class_blocks import over_classes
 from .logits import (
     activate,
     at_columns,
-    exponentiate_rows,
+    exponentiate,
     log_sum_of_squares,
     row_moments,
-    two_sum,
+    subtract_maximum,
+    sum_from_lse,
     weighted_logits,
 )
 from .valid_tokens import kernel_of, zero_where_ignored
@@ -30,11 +32,12 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
     over = over_classes(call)
-    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, whose classes are not all
+    if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, which lacks some classes
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight = None if weight is None else weight.to(lse.dtype)
+    weight_sum = over.number_of(num_classes) if weight is None else over.per_class(weight).sum()
     in_block = (product_dtype(input) != lse.dtype) + (call.expected_log_prob or call.log_sum_sq_probs)
     reserved = 0 if linear_weight.is_contiguous() else copy_bytes(linear_weight)
     if call.ranks > 1:  # which exchange once a chunk, of as many rows on every rank
@@ -54,20 +57,24 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
             logits = activate(block, call.logits.of(rows))
             at_target = at_columns(logits, own_column, own_target_logit)
             own_target_logit.copy_(over.at_target(at_target, None if hit is None else hit[rows]))
-            if call.logit_sum:
-                sums[rows] = weighted_logits(logits, weight, over)
             if call.argmax:
                 max_logit[rows], argmax[rows] = over.argmax(logits)
             if call.mean_logit:
                 mean_logit[rows] = over.sum(logits) / call.num_classes
+            row_max = subtract_maximum(logits, over)
+            if call.logit_sum:
+                sums[rows] = weighted_logits(logits, weight, over)
             if call.expected_log_prob:
-                row_max, row_sum, first_moment = row_moments(logits, over)
+                row_sum, first_moment = row_moments(logits, over)
                 expected[rows] = first_moment / row_sum - row_sum.log()
             else:
-                row_max, row_sum = exponentiate_rows(logits, over)
+                row_sum = exponentiate(logits, over)
+            log_sum = row_sum.log()
+            if call.logit_sum:
+                sums[rows] = sum_from_lse(sums[rows], log_sum, weight_sum)
             if call.log_sum_sq_probs:
                 squares[rows] = log_sum_of_squares(logits, row_sum, over)
-            total, rest = two_sum(row_max, row_sum.log())
+            total, rest = two_sum(row_max, log_sum)
             own_lse.copy_(total)
             own_rest.copy_(rest)
             del logits  # frees memory before the next block is allocated

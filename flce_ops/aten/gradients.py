@@ -12,17 +12,18 @@ from .chunks import product_is_rounded, rows_of, rows_per_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-# On a CPU, rounding logits to half gives grad_linear_weight an error of 6.6e-3. Rounding the sum over chunks once a
-# chunk adds 1.6e-3 times sqrt(1 + chunks / 2): 7.4e-3 in all with this many chunks (dense torch: 7.0e-3). A float32 sum
-# would take a tenth more time and twice the memory of a step (bfloat16, 2048x512x32000).
+# Up to this many chunks, a CPU keeps the sum of grad_linear_weight in bfloat16 or float16. Rounding the logits gives
+# the gradient a relative error of 6.6e-3. Rounding the sum after each chunk adds 1.6e-3 times sqrt(1 + chunks / 2):
+# 7.4e-3 in all with 8 chunks (dense torch: 7.0e-3). A float32 sum would take a tenth more time and twice the memory of
+# a step (bfloat16, 2048x512x32000).
 ROUNDED_CHUNKS_ON_CPU = 8
-# Bytes of a product that is added to a float32 sum. A part of the classes at a time stays in a CPU's cache, which is
-# 1.4 times as fast as all classes at once.
+# Bytes of a product that is added to a float32 sum. Such a product of some classes fits a CPU's cache; that is 1.4
+# times as fast as a product of all classes.
 PRODUCT_BYTES = 2 << 20
 
 
 def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
-    """Whether grad_linear_weight, of `elements` half numbers, has a float32 sum over chunks."""
+    """Whether grad_linear_weight, with `elements` numbers in bfloat16 or float16, is summed over chunks in float32."""
     rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
     return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
 

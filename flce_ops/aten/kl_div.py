@@ -8,7 +8,7 @@
     divergence, G                        for a block of rows: flce_ops/objectives/divergence.py
     grad_input = (G z') @ linear_weight     grad_linear_weight = (G z').T @ input     grad_linear_bias = (G z').T @ 1
 
-All (n, V) matrices are in the accumulation dtype (float32 for half operands). G is rounded once, for the GEMMs.
+All (n, V) matrices are in the accumulation dtype (float32 for 16-bit operands). G is rounded once, for the GEMMs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ from .valid_tokens import kernel_of, tokens_of
 
 # On a CPU, chunks larger than the cache only slow down the elementwise passes.
 CPU_CHUNK_BYTES = 32 << 20
-# Fewer rows make the GEMMs inefficient, and a half product of few rows is rounded before its sum has grown.
+# With fewer rows the GEMMs are inefficient, and each bfloat16 or float16 product is rounded after a sum over few rows.
 ROWS_AT_LEAST = 128
 BLOCK_BYTES = 1 << 18
 
@@ -49,7 +49,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     half = own < accumulate
     matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # one more for dz/du
     row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a bool mask; G rounded
-    row_bytes += operands.input.shape[1] * own  # gathered rows: valid_tokens.py
+    row_bytes += operands.input.shape[1] * own  # rows that valid_tokens.py gathers
     if operands.teacher_input is not None:
         row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.dtype.itemsize
     available = matrix_bytes(tokens_of(input))

@@ -2,17 +2,17 @@
 
     u = input @ linear_weight.T + linear_bias            (N, V), of which one chunk of rows exists at a time: chunks.py
     z = softcap * tanh(logit_scale * u / softcap)        (without softcap: logit_scale * u)
-    lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j z_ij
+    lse_i = log sum_j exp z_ij      target_logit_i = z_i,y_i      logit_sum_i = sum_j w_j (z_ij - lse_i)
     p = exp(z - lse)                expected_log_prob_i = hbar_i = sum_j p_ij (z_ij - lse_i)
 
-With l, a, m, h the cotangents of these four row numbers, and f' = dz/du = logit_scale / cosh^2(logit_scale * u /
-softcap):
+In logit_sum_i, lse_i counts as a constant. With l, a, m, h the cotangents of lse, target_logit, logit_sum and
+expected_log_prob, and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softcap):
 
     G_ij = ((l_i + h_i (z_ij - lse_i - hbar_i)) p_ij + m_i w_j + a_i [j = y_i]) f'_ij
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
-z, p and G are in the accumulation dtype (float32 for half operands). G is rounded to the operands' dtype once, for the
-two GEMMs. flce_ops/aten/double_backward.py has the second derivatives.
+z, p and G are in the accumulation dtype (float32 for 16-bit operands). G is rounded to the operands' dtype once, for
+the two GEMMs. flce_ops/aten/double_backward.py has the second derivatives.
 
 Functions on a block of logits work in place. The kernels apply them to rows of a chunk. flce_ops/decompositions.py
 applies them to blocks of classes and makes the result functional.
@@ -102,24 +102,24 @@ def weighted_logits(logits: Tensor, weight: Tensor | None, over: OverClasses = A
     return logits @ weight if over is ALL_AT_ONCE else over.sum(logits * weight)
 
 
-def exponentiate_rows(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor]:
-    """Replaces z by exp(z - row_max) in place. Returns row_max and the row sums, (n,) each."""
-    row_max = over.largest(finite_maximum(logits))
-    row_sum = over.sum(logits.sub_(row_max).exp_())
-    return row_max.squeeze(1), row_sum
+def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor | int) -> Tensor:
+    """sum_j w_j (z_ij - lse_i), from sum_j w_j (z_ij - row_max_i) and lse_i - row_max_i, (n,) each.
 
-
-def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rounded sum, and what rounding took from it (Knuth's two-sum). The second is 0 if the sum is not
-    finite.
-
-    In float32 an lse of 1000 has an error of 3e-5, and every probability exp(z - lse) of its row would inherit that
-    error.
+    If a bias of -inf switches off all classes of a shard, the sum is -inf, not nan.
     """
-    total = large + small
-    part = total - large
-    rest = (large - (total - part)) + (small - part)
-    return total, rest.nan_to_num(0.0)
+    return sum_from_maximum - weight_sum * torch.where(log_sum == -torch.inf, 0.0, log_sum)
+
+
+def subtract_maximum(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
+    """Replaces z by z - row_max in place. Returns row_max."""
+    row_max = over.largest(finite_maximum(logits))
+    logits.sub_(row_max)
+    return row_max.squeeze(1)
+
+
+def exponentiate(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
+    """Replaces z - row_max by E, its exponential, in place. Returns the row sums."""
+    return over.sum(shifted.exp_())
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
@@ -137,11 +137,10 @@ def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tenso
     return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
 
 
-def row_moments(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor, Tensor]:
-    """Like exponentiate_rows; also returns the row sums of E (z - row_max)."""
-    row_max = over.largest(finite_maximum(logits))
-    shifted = at_least_finite(logits.sub_(row_max)).clone()
-    return row_max.squeeze(1), over.sum(logits.exp_()), over.sum(shifted.mul_(logits))
+def row_moments(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor]:
+    """Like exponentiate; also returns the row sums of E (z - row_max)."""
+    copy = at_least_finite(shifted).clone()
+    return exponentiate(shifted, over), over.sum(copy.mul_(shifted))
 
 
 def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)

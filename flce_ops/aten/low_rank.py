@@ -54,7 +54,7 @@ def with_pair(
     for rows, product in products:
         if product.dtype == pair_weight.dtype:
             product.addmm_(pair_input[rows], pair_weight.T)
-        else:  # the product is float32, cuBLAS's accumulator
+        else:  # otherwise the product is float32, as cuBLAS returns it
             torch.addmm(product, pair_input[rows], pair_weight.T, out_dtype=product.dtype, out=product)
         yield rows, product
 
@@ -124,10 +124,10 @@ class PairGradients:
 def scale_of_gradient(call: LowRankWithGrad, class_scale: Tensor) -> Tensor:  # ()
     """A power of two by which c_j G_ij is multiplied, so that it and the sums of its products are in float16's range.
 
-    Plain torch rounds G and c_j W_j separately. The entries of c_j G_ij, say of a mean with c_j = 0.01, are below
-    float16's smallest normal number. The scale makes up for a small c_j, unless G is large. A row's |G_ij| sum to at
-    most 2 |l_i|. Since the scale is divided by the sum of row scales, no product is larger than it would be with c_j =
-    1 in a mean.
+    Here the product c_j G_ij is rounded, while plain torch rounds G and c_j W_j separately. In a mean with c_j = 0.01,
+    say, entries of c_j G_ij are below float16's smallest normal number. The scale makes up for a small c_j, unless G is
+    large. A row's |G_ij| sum to at most 2 |l_i|. Since the scale is divided by the sum of row scales, no product is
+    larger than it would be with c_j = 1 in a mean.
     """
     valid = call.operands.target != call.ignore_index
     scale = call.reduction.scale_of_tokens(valid, class_scale.dtype)

@@ -59,9 +59,9 @@ class SecondOrder:
     def logits(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns z, dz/du and p of a chunk. p is normalised, so that it adds up to 1 within rounding.
 
-        Without this, z'_iy - sum_j p_ij z'_ij would not cancel where token i gives y nearly all of the probability: lse
-        may come from another GEMM and is then off by 2e-4 at logits of 2000. (If a bias of -inf switches off all
-        classes of a shard, p is 0 there.)
+        Without this, the terms of z'_iy - sum_j p_ij z'_ij would not cancel if token i gives class y nearly all of the
+        probability. The reason is that lse may come from another GEMM, and then differs by 2e-4 at logits of 2000. (If
+        a bias of -inf switches off all classes of a shard, p is 0 there.)
         """
         call = self.call
         z, slope = chunk_logits_with_slope(self.input[rows], self.linear_weight, self.linear_bias, call.logits.of(rows))
@@ -87,6 +87,6 @@ class SecondOrder:
 
 
 def slope_derivative(z: Tensor, slope: Tensor, options: LogitOptions) -> Tensor:  # (n, V)
-    """f'', the second derivative of capped logits."""
+    """f'', the second derivative of the logits z by u under a softcap."""
     derivative = z * slope * (-2.0 / options.softcap**2)
     return derivative if options.logit_scale is None else derivative * options.logit_scale

@@ -1,4 +1,5 @@
-"""A sparse G in ATen: a dense matrix with zeros for the entries that are not kept. It saves no time.
+"""A sparse G in ATen: a dense matrix with zeros for the entries that are not kept. This saves no time compared with an
+exact gradient.
 
 product  (n, V)    of a chunk: overwritten with the kept entries of G
 exact    (n, V)    all of G, if only one of the two gradients is sparse
@@ -24,7 +25,9 @@ Call = WithGrad | VocabParallelWithGrad | Backward
 
 
 def draws_of(call: Call) -> tuple[Draws, ...]:
-    """The extra arguments of a body over rows: none unless a gradient is sparse."""
+    """The extra arguments of a function that a kernel runs on its rows (valid_tokens.py): none unless a gradient is
+    sparse.
+    """
     if not call.sparse.gradient_threshold or not any(call.sparse.products(call.output_mask)):
         return ()
     call.notes += ("a sparse gradient, as a dense matrix",)
@@ -71,7 +74,7 @@ class SparseAccumulator(GradientAccumulator):
             keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
             return
         draws, count = self.draws.of(rows), grad_logits.shape[0]
-        at_once = count // PARTS + 1  # all ranks of a shard take the same parts, because they meet in each
+        at_once = count // PARTS + 1  # the same parts on all ranks, which communicate in each
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
             keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part), self.shard)

@@ -1,11 +1,13 @@
-"""Kernels of linear_support_forward and linear_support_backward: rows whose classes are gathered, without a GEMM.
+"""Kernels of linear_support_forward and linear_support_backward: each token has logits only for the classes of its
+support, from gathered rows of linear_weight, without a GEMM.
 
-u_e = input_row(e) . linear_weight_class(e) + linear_bias_class(e)         of the classes of each token
+u_e = input_row(e) . linear_weight_class(e) + linear_bias_class(e) e: one class of one token
 
     grad_input_i = sum_(e of i) g_e linear_weight_class(e)      grad_linear_weight_j = sum_(e of j) g_e input_row(e)
 
-A row's numbers and g are those of logits.py, over the entries of a token instead of all classes. Entries are gathered a
-part of the workspace at a time; which sums stay the same in every run: on a CPU all, elsewhere by index_put_'s sort.
+The numbers of a row and the gradient g are defined as in logits.py, with sums over a token's entries instead of all
+classes. Entries are gathered in parts that fit the workspace. The sums have the same bits in every run: a CPU adds in
+order, and other devices use index_put_, which sorts.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from .. import meta
 from ..math.options import LogitOptions
-from ..math.precision import accumulation_dtype
+from ..math.precision import accumulation_dtype, two_sum
 from ..math.support import Support
 from ..meta.all_classes import gradients_of_all_classes, with_all_classes
 from ..meta.arguments import SupportBackward, SupportForward
@@ -32,7 +34,6 @@ from .logits import (
     at_least_finite,
     softmax_factors,
     softmax_gradient,
-    two_sum,
 )
 from .valid_tokens import check_target_range
 
@@ -43,9 +44,11 @@ MATRICES = 3  # gathered rows of both operands and their product
 
 
 class Entries(NamedTuple):
-    """(E,) each, of no token behind the last one: a CPU cuts these off."""
+    """(E,) each. The buffer may be longer than the lists of all tokens; a CPU cuts it there, elsewhere the rest belongs
+    to no token.
+    """
 
-    row: Tensor  # the token, 0 of none
+    row: Tensor  # the token; 0 if the entry belongs to no token
     column: Tensor  # the class
     counts: Tensor  # bool
     at_target: Tensor  # bool
@@ -109,7 +112,7 @@ def rows_of_entries(call: SupportForward, entries: Entries, products: Tensor, re
         return torch.segment_reduce(values, reduce, offsets=offsets, initial=initial, unsafe=True)
 
     row_max = over_rows(logits, "max", -torch.inf)
-    finite = row_max.clamp(min=torch.finfo(row_max.dtype).min)  # no class here, or a bias of -inf on all
+    finite = row_max.clamp(min=torch.finfo(row_max.dtype).min)  # finite also if all logits are -inf
     shifted = logits - finite[entries.row]
     exponentials = shifted.exp()
     row_sum = over_rows(exponentials, "sum", 0.0)
@@ -211,7 +214,7 @@ def add_lists(
 
 
 def add_at(out: Tensor, to: Tensor, values: Tensor) -> None:
-    """The same sum in every run."""
+    """Adds in the same order in every run."""
     if out.device.type == "cpu":
         out.index_add_(0, to, values)
     else:

@@ -1,16 +1,17 @@
 """Ignored tokens: on a CPU they cost nothing. On other devices their values do no harm.
 
-A kernel is a body over chunks of rows, which reads every row it is given and fills in the results (kernel_of):
+kernel_of makes a kernel from a function `body`. The body works on chunks of rows, reads every row it is given and fills
+in the results:
 
     a CPU        indices = 1 3 4 6         the indices of the valid tokens
                  body on those rows        matrices are gathered chunk by chunk, vectors at once
-                 row k -> row indices[k]   in place; the rows between are filled
+                 row k -> row indices[k]   in place; rows of ignored tokens get a constant
     elsewhere    body on all rows          a chunk of input is copied, with zeros for ignored rows
                  results are filled where ignored
 
 The number of valid tokens is data. A CPU may read it. On a GPU the host would have to wait for all queued work. There,
-zeros in input are the cheapest way to keep out nan and inf: they take D numbers a row, where a mask of the logits would
-take V, and the product for grad_linear_weight reads input, too.
+zeros in input are the cheapest way to keep out nan and inf: they take D numbers per row, where a mask of the logits
+would take V, and the product for grad_linear_weight reads input, too.
 """
 
 import functools
@@ -29,7 +30,7 @@ from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
-# What an ignored row of a matrix is read as. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
+# The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
 MATRICES = {  # (N, ...)
     "input": 0.0,
     "low_rank_input": 0.0,
@@ -85,12 +86,12 @@ class RowsByChunk:
 
 
 def tokens_of(input: Tensor) -> int:
-    """N, including ignored tokens: vectors of this length exist beside a chunk."""
+    """N, including ignored tokens: the length of the vectors that need memory beside a chunk."""
     return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
 
 
 def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N,)
-    """The values, with 0 at ignored rows if the body got any."""
+    """The values, with 0 at ignored rows, unless the body got only valid rows."""
     ignored = input.ignored if isinstance(input, RowsByChunk) else None
     return values if ignored is None else values.masked_fill(ignored, 0)
 
@@ -103,10 +104,10 @@ Fills = Sequence[AtIgnored | None]  # None for a result that has no entry for ea
 def kernel_of(
     arguments: type[Arguments],
     *,
-    checks_target: bool = False,  # an operator that a user's target comes to first
-    besides: Callable[[Any], tuple[Any, ...]] | None = None,  # what the body is given behind the results
+    checks_target: bool = False,  # for operators that get the target from the user, not from another operator
+    besides: Callable[[Any], tuple[Any, ...]] | None = None,  # further arguments of the body, after the results
 ) -> Callable[[Body], Callable]:
-    """Makes a kernel of its body: checks, results, and the rows that count."""
+    """Decorates a body: the kernel checks the call, allocates the results, and runs the body on the valid rows."""
 
     def decorate(body: Body) -> Callable:
         @takes(arguments)
@@ -117,7 +118,10 @@ def kernel_of(
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
             results = (outputs,) if isinstance(outputs, Tensor) else outputs
             direction = besides(call) if besides else ()
-            on_valid_tokens(body, call, results, call.fills, *direction)
+            if call.all_count:
+                body(call, results, *direction)
+            else:
+                on_valid_tokens(body, call, results, call.fills, *direction)
             return outputs
 
         return kernel
@@ -138,7 +142,7 @@ def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills,
 
 
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
-    """Checks the targets. Returns whether no token is known to be ignored: on a CPU one pass tells both."""
+    """Checks the targets. Returns whether all tokens are known to be valid, which a CPU finds out in the same pass."""
     if not on_device and target.device.type == "cpu":
         if not target.numel():
             return False

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from ..math.log_probs import surprisal
 from ..math.options import LogitOperands, Operands, TokenStatistics, changed
+from ..math.precision import two_sum
 from ..math.reduction import Reduction
-from ..math.shards import Exchange, shard_rows, statistics_of_shard, target_columns
+from ..math.shards import (
+    Exchange,
+    class_weights_of_shards,
+    shard_rows,
+    shards_of_classes,
+    statistics_of_shard,
+    target_columns,
+)
 from ..math.sparse_gradient import Draws, Shard
 from ..math.topk import beside_topk
 from ..meta.arguments import (
@@ -34,9 +42,8 @@ from .logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
-    two_sum,
+    sum_from_lse,
     upcast,
-    weighted_logits,
 )
 from .row_statistics import exponentiate_with_statistics, extra_matrices
 from .sparse_gradients import (
@@ -96,9 +103,12 @@ def vocab_parallel_with_grad(
     input, linear_weight, target, linear_bias, weight = call.operands
     vocab_start, own, largest_shard = call.vocab_start, linear_weight.shape[0], shard_rows(call.vocab_size, call.ranks)
     valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
-    exchange = Exchange(call.group, call.ranks)
     objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
+    of_shards = None
+    if call.loss.label_smoothing:
+        of_shards = class_weights_of_shards(weight, shards_of_classes(slice(0, call.vocab_size), call.ranks), losses)
+    exchange = Exchange(call.group, call.ranks, of_shards)
     own_statistics = statistics_of_shard(call.statistics, losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     matrices += 0 if draws is None else needs_exact(call) + 1
@@ -132,7 +142,9 @@ def rows_of_chunk(
 
 
 class SharedRows:
-    """Rows whose classes are shared by ranks: combines a rank's numbers of a row with those of the others."""
+    """For rows whose classes are spread over ranks: combines this rank's numbers of a row with those of the other
+    ranks.
+    """
 
     def __init__(self, exchange: Exchange, hit: Tensor, vocab_start: int, argmax: Tensor | None) -> None:
         self.exchange, self.hit, self.vocab_start, self.argmax = exchange, hit, vocab_start, argmax
@@ -146,20 +158,24 @@ class SharedRows:
     def whole(
         self,
         rows: slice,
-        row_max: Tensor,
+        lse: Tensor,
+        lse_rest: Tensor,
         row_sum: Tensor,
         target_logit: Tensor,
         logit_sum: Tensor | None,
         largest: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns lse, the factor that turns E into probabilities, target_logit and logit_sum, all over whole rows."""
-        own = [row_max + row_sum.log(), torch.where(self.hit[rows], target_logit, 0.0)]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns lse, its rest, the factor that turns E into probabilities, target_logit and logit_sum, all over whole
+        rows.
+        """
+        own = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)]
         own += [] if logit_sum is None else [logit_sum]
-        lse, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
+        lse, lse_rest, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
         if self.argmax is not None:
             self.argmax[rows] = column
         # a bias of -inf may switch off all classes of this rank
-        return lse, torch.where(row_sum > 0.0, share / row_sum, 0.0 * share), target_logit, logit_sum
+        factor = torch.where(row_sum > 0.0, share / row_sum, 0.0 * share)
+        return lse, lse_rest, factor, target_logit, logit_sum
 
 
 class RowsOfTokens(NamedTuple):
@@ -220,43 +236,52 @@ def loss_and_gradients(
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
-    if reduction.row_scale is None:  # counts the tokens once
+    if reduction.row_scale is None:  # then the tokens are counted here, once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
     over = over_classes(call) if getattr(call, "batch_invariant", False) else ALL_AT_ONCE
+    of_classes = None if class_weight is None or objective.d_sum is None else class_weight.sum()
     for chunk, product in products:
-        # ranks exchange once a chunk
-        blocks = [(chunk, product)] if shared else row_blocks(input, chunk, product, nbytes, multiple=multiple)
-        for rows, block in blocks:
+        # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
+        of_rows = (column, valid, scale, losses)
+        if shared:
+            blocks: list[tuple] = [(chunk, product, *(vector[chunk] for vector in of_rows))]
+        else:
+            blocks = row_blocks(input, chunk, product, nbytes, *of_rows, multiple=multiple)
+        for rows, block, own_column, own_valid, own_scale, own_losses in blocks:
             logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))
-            found = logits.gather(1, column[rows])
+            found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
-            logit_sum = None if objective.d_sum is None else weighted_logits(logits, class_weight, over)
             largest = shared.largest(logits) if shared else None
-            row_max, row_sum = exponentiate_with_statistics(logits, statistics, rows, num_classes, over)
-            if shared is None:
-                lse, lse_rest = two_sum(row_max, row_sum.log())
-            else:
-                lse, normalizer, target_logit, logit_sum = shared.whole(
-                    rows, row_max, row_sum, target_logit, logit_sum, largest
+            row_max, row_sum, logit_sum = exponentiate_with_statistics(
+                logits, statistics, rows, num_classes, class_weight, logit_sum=objective.d_sum is not None, over=over
+            )
+            log_sum = row_sum.log()
+            if logit_sum is not None:
+                weight_sum = logits.shape[1] if of_classes is None else of_classes
+                logit_sum = sum_from_lse(logit_sum, log_sum, weight_sum)
+            lse, lse_rest = two_sum(row_max, log_sum)
+            if shared is not None:
+                lse, lse_rest, normalizer, target_logit, logit_sum = shared.whole(
+                    rows, lse, lse_rest, row_sum, target_logit, logit_sum, largest
                 )
-                lse_rest = None
-            of_rows, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-            distance = torch.where(beside_topk(valid[rows], distance), distance, 0.0)  # ignored rows may have inf
-            losses[rows], slopes = of_rows.losses_and_slopes(distance, lse, logit_sum)
+            own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
+            distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
+            found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
+            own_losses.copy_(found)
             if log_probs is not None:
                 log_probs[rows] = -distance
-            cotangents = of_rows.cotangents(slopes, scale[rows])
+            cotangents = own.cotangents(slopes, own_scale)
             factor = cotangents.grad_lse / row_sum if shared is None else cotangents.grad_lse * normalizer
             grad_logits = logits.mul_(factor[:, None])
             if shared:
                 own_target = torch.where(shared.hit[rows], cotangents.grad_target_logit, 0.0)
                 cotangents = cotangents._replace(grad_target_logit=own_target)
-            add_target_and_sum(grad_logits, column[rows], cotangents, class_weight)
+            add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.grad_lse, column[rows], chunk, rows)
+                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)

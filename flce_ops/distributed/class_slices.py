@@ -1,10 +1,12 @@
-"""Row statistics of a quantized head: one rank makes the shards of the vocabulary one after the other.
+"""Row numbers of a quantized head. One rank computes them for one slice of the vocabulary after another, as ranks do
+for their shards.
 
     forward     for each slice of classes:  W_s dequantized,  lse_s, target_logit_s, ... of input @ W_s.T
-                the numbers of the slices come together as those of ranks do (vocab_parallel.py)
+                the numbers of all slices are combined like those of ranks (vocab_parallel.py)
     backward    for each slice:  W_s dequantized and its logits made again,  grad_input += G_s @ W_s, in float32
 
-Three GEMM passes with gradients. Neither W nor a row of all logits exists, and W gets no gradient.
+A step with gradients takes three GEMM passes. Neither the dequantized W nor a row of all logits is in memory at any
+time, and W gets no gradient.
 """
 
 from dataclasses import replace
@@ -15,23 +17,24 @@ from torch import Tensor
 
 from ..math.options import Operands, TokenLosses
 from ..math.precision import accumulation_dtype
-from ..math.statistics import Rows
+from ..math.statistics import Rows, asked_of_rows
 from ..support.holes import refuse_hole
 from ..support.quantized import QuantizedHead
-from .vocab_parallel import asked_of_shards, rows_of_shard, whole_rows
+from .vocab_parallel import rows_of_shard, whole_rows
 
 # N tokens, k numbers of a row, D hidden, V vocabulary, v classes of a slice, R slices
 
 
 def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
-    asked = asked_of_shards(problem)
+    asked = asked_of_rows(problem)
     names = [name for name, wanted in asked.items() if wanted] + ["max_logit"] * asked["argmax"]
     input, _, target, linear_bias, weight = problem.operands
     slices = head.slices(input.dtype)
     rest = replace(
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
-    )  # a graph keeps it
-    return whole_rows(problem, asked, names, NumbersOfSlices.apply(input, linear_bias, rest, head, slices))
+    )  # the graph of a compiled program keeps this
+    numbers = NumbersOfSlices.apply(input, linear_bias, rest, head, slices)
+    return whole_rows(problem, asked, names, numbers, slices)
 
 
 class NumbersOfSlices(torch.autograd.Function):
@@ -60,7 +63,9 @@ class NumbersOfSlices(torch.autograd.Function):
 
 
 class GradientsOfSlices(torch.autograd.Function):
-    """It has no derivative."""
+    """The gradients of the slices. They have no derivative. The sums are not written in place, because a cotangent may
+    have a batch (is_grads_batched=True).
+    """
 
     @staticmethod
     def forward(
@@ -74,19 +79,18 @@ class GradientsOfSlices(torch.autograd.Function):
         wanted: tuple[bool, bool],  # grad_input, grad_linear_bias
     ) -> tuple[Tensor | None, Tensor | None]:
         want_input, want_bias = wanted
-        grad_input = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)) if want_input else None
-        grad_bias = torch.empty_like(linear_bias) if want_bias else None
+        grad_input, grad_bias = torch.zeros_like(input, dtype=accumulation_dtype(input.dtype)), []
         for classes, of_slice in zip(slices, grad):
             hidden = input.detach().requires_grad_(want_input)
             bias = None if linear_bias is None else linear_bias[classes].detach().requires_grad_(want_bias)
             with torch.enable_grad():
                 numbers = numbers_of_slice(problem, head, classes, hidden, bias)
-            numbers.backward(of_slice)
-            if grad_input is not None:
-                grad_input += hidden.grad
-            if grad_bias is not None:
-                grad_bias[classes] = bias.grad
-        return None if grad_input is None else grad_input.to(input.dtype), grad_bias
+            found = list(torch.autograd.grad(numbers, [hidden] * want_input + [bias] * want_bias, of_slice))
+            if want_bias:
+                grad_bias.append(found.pop())
+            if want_input:
+                grad_input = grad_input + found.pop()
+        return grad_input.to(input.dtype) if want_input else None, torch.cat(grad_bias) if want_bias else None
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -99,4 +103,4 @@ def numbers_of_slice(
     linear_weight = head.dense(classes, input.dtype)
     operands = problem.operands._replace(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     shard = replace(problem, operands=operands)
-    return rows_of_shard(shard, classes, head.shape[0], asked_of_shards(problem)).stacked()
+    return rows_of_shard(shard, classes, head.shape[0], asked_of_rows(problem)).stacked()

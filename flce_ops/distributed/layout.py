@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..aten.chunks import CLASSES_OF_EQUAL_BITS
 from ..math.options import Operands
 from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from ..math.shards import check_shards
+from ..math.shards import check_shards, shards_of_classes
 from ..math.sparse_gradient import SparseGradient
 from ..meta.checks import check_dense
 from ..support.holes import refuse_hole
@@ -48,8 +48,8 @@ def splits(placement: Placement) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
 
 
-# distance between the seeds of ranks. Seeds that count steps do not collide: it is odd, and 2^23 ranks of it fit an
-# int64
+# The distance between the seeds of ranks. It is so large that seeds that count steps do not collide, and 2^23 ranks fit
+# an int64.
 BETWEEN_RANKS = 0x9E3779B97F
 
 
@@ -71,8 +71,8 @@ class Layout(OneRank):
     def placements(
         self, *, tokens: Placement | None = None, vocabulary: Placement | None = None
     ) -> tuple[Placement, ...]:
-        """`tokens` on the dimensions that shard tokens, `vocabulary` on those that shard the vocabulary, otherwise
-        Replicate.
+        """A placement for each mesh dimension: `tokens` if the dimension shards tokens, `vocabulary` if it shards the
+        vocabulary, otherwise Replicate.
         """
         return tuple(
             (vocabulary if shards_vocabulary else tokens if splits(token) else None) or Replicate()
@@ -98,9 +98,9 @@ class Layout(OneRank):
         group = self.mesh.get_group(dim).group_name
         return {"group": group, "ranks": self.mesh.size(dim), "vocab_size": self.num_classes}
 
-    def shard(self, operands: Operands) -> tuple[Operands, dict[str, Any]]:
+    def shard(self, operands: Operands) -> dict[str, Any]:
         if not self.splits_vocabulary:
-            return operands, {}
+            return {}
         if sum(self.vocabulary) > 1:
             refuse_hole(
                 OP, "two dimensions of classes", layout=f"{self.placements(vocabulary=Shard(0))} on {self.mesh}"
@@ -109,7 +109,7 @@ class Layout(OneRank):
         check_shards(OP, self.num_classes, sharing["ranks"], CLASSES_OF_EQUAL_BITS)
         start, size = self.vocabulary_range(self.num_classes)
         weight = None if operands.weight is None else operands.weight[start : start + size]
-        return operands._replace(weight=weight), {"vocab_start": start, **sharing}
+        return {"operands": operands._replace(weight=weight), "vocab_start": start, **sharing}
 
     def local(self, tensor: Tensor | None, placements: tuple[Placement, ...], **gradient: Any) -> Tensor | None:
         return localize(self.mesh, tensor, placements, **gradient)
@@ -131,7 +131,9 @@ class Layout(OneRank):
         return None if local is None else local.reshape(math.prod(local.shape[:dims]), *local.shape[dims:])
 
     def per_class(self, tensor: Tensor | None) -> Tensor | None:
-        """Its gradient is Partial over the ranks that share the tokens."""
+        """This rank's part of a tensor over classes. The gradient is Partial over the ranks among which tokens are
+        sharded.
+        """
         gradient = self.placements(tokens=Partial(), vocabulary=Shard(0))
         return self.local(tensor, self.placements(vocabulary=Shard(0)), gradient=gradient, keep_partial=True)
 
@@ -145,7 +147,7 @@ class Layout(OneRank):
         return tensor.redistribute(self.mesh, self.tokens) if isinstance(tensor, DTensor) else tensor
 
     def sum_over_tokens(self, part: Tensor) -> Tensor:
-        """The sum of every rank's part, such as the denominator of a mean: denominator_of in entry/loss.py."""
+        """The sum of the parts of all ranks, such as a mean's denominator (denominator_of in entry/loss.py)."""
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:
@@ -158,9 +160,11 @@ class Layout(OneRank):
         return globalize(self.mesh, local, self.tokens, (*self.shape, *topk))
 
     def sparse(self, sparse: SparseGradient) -> SparseGradient:
-        """The options with this rank's own seed: a token's random numbers depend on its place on its rank.
+        """The options with a seed of this rank's own, because a token's random numbers depend on the token's place
+        among those of its rank.
 
-        Ranks that share the vocabulary have the same tokens and the same seed, so they keep what one device would.
+        Ranks that share the vocabulary have the same tokens and the same seed, so together they keep the entries that
+        one device would keep.
         """
         if sparse.gradient_seed is None:
             return sparse
@@ -174,14 +178,19 @@ class Layout(OneRank):
         """This rank's (first class, number of classes). Ranks have ceil(V / ranks) classes; the last ones have fewer or
         none.
         """
-        start, size = 0, num_classes
-        coordinate = self.mesh.get_coordinate()
+        classes, coordinate = slice(0, num_classes), self.mesh.get_coordinate()
         for dim, shards_vocabulary in enumerate(self.vocabulary):
             if shards_vocabulary:
-                chunk = -(-size // self.mesh.size(dim))
-                offset = min(coordinate[dim] * chunk, size)
-                start, size = start + offset, min(chunk, size - offset)
-        return start, size
+                classes = shards_of_classes(classes, self.mesh.size(dim))[coordinate[dim]]
+        return classes.start, classes.stop - classes.start
+
+    def vocabulary_shards(self, num_classes: int) -> list[slice]:
+        """The classes of all ranks that share a token, in the order of their numbers (gather_shards)."""
+        shards = [slice(0, num_classes)]
+        for dim, shards_vocabulary in enumerate(self.vocabulary):
+            if shards_vocabulary:
+                shards = [part for classes in shards for part in shards_of_classes(classes, self.mesh.size(dim))]
+        return shards
 
 
 def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
@@ -200,7 +209,9 @@ def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
 
 
 def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP, **others: Tensor | None) -> Layout:
-    """`others` are tensors by name, on the same mesh or plain."""
+    """The layout that input and linear_weight determine. `others` are tensors by name: DTensors on the same mesh, or
+    plain tensors.
+    """
     check_both_distributed(input, linear_weight, op)
     input, linear_weight = cast(DTensor, input), cast(DTensor, linear_weight)
     check_placements(linear_weight, op)
@@ -245,7 +256,7 @@ def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str) -> Non
 
 
 def check_dense_shards(op: str, **tensors: DTensor | None) -> None:
-    with torch.no_grad():  # makes no node in a graph
+    with torch.no_grad():  # so that autograd records nothing
         check_dense(op, **{name: None if tensor is None else tensor.to_local() for name, tensor in tensors.items()})
 
 
@@ -274,7 +285,9 @@ def check_same_mesh(input: DTensor, op: str, **tensors: Tensor | None) -> None:
 
 
 def check_plain_target(target: Tensor, input: Tensor, op: str = OP) -> None:
-    """Checks that a plain target holds all tokens. If it holds only this rank's tokens, that could be a mistake."""
+    """Checks that a plain target holds all tokens. A plain target with this rank's tokens only is refused, because it
+    may be a mistake.
+    """
     tokens = target.shape[: input.dim() - 1]  # K classes may follow as a dimension
     if isinstance(target, DTensor) or tokens == input.shape[:-1]:
         return

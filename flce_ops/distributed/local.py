@@ -1,4 +1,4 @@
-"""From a DTensor to this rank's tensor, and back for the gradient."""
+"""Converts a DTensor to this rank's local tensor; in backward, the local gradient becomes a DTensor again."""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,7 @@
 For each chunk of n rows, every rank runs this for its own classes:
 
     E = exp(z - reference)                       the chunk's only GEMM for logits
-    lse, target_logit, logit_sum of the shard    all_gather of 2 or 3 numbers a row: the only communication
+    lse, target_logit, logit_sum of the shard    all_gather of 2 to 4 numbers a row: the only communication
     lse, target_logit, logit_sum, losses         as in vocab_parallel.py, on every rank
     grad_linear_weight += G.T @ input            G from E and lse
     grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, which the caller adds
@@ -19,7 +19,7 @@ from ..math.options import TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import VocabParallelWithGrad
 from ..objectives.cross_entropy import losses_of_rows
-from ..ops.call_facts import needs_gradient, options_in_facts, sharding_of
+from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
 from ..ops.function import OPERANDS
 from ..ops.made_in_forward import MadeInForward
 from ..ops.paths import gradients_in_the_same_pass
@@ -34,34 +34,29 @@ def applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path. The answer must not depend on the rank."""
     if problem.batch_invariant:  # forward's operator exchanges tiles' numbers, this one shards'
         return False
-    input, linear_weight, target, linear_bias, _ = problem.operands
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_facts(problem.loss, problem.logits)
-    known |= {"topk": target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
+    known |= {"topk": problem.operands.target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
     title = "a scalar loss over a sharded vocabulary"
-    return gradients_in_the_same_pass(input, linear_weight, linear_bias, title=title, **known)
+    return gradients_in_the_same_pass(problem.operands, title=title, **known)
 
 
 def loss(layout: Layout, problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with a gradient, and the tokens' losses and statistics, which are constants."""
     start, _ = layout.vocabulary_range(layout.num_classes)
-    input, linear_weight, _, linear_bias, _ = problem.operands
-    call = VocabParallelWithGrad.bind(
-        *problem.operands,
-        reduction.row_scale,
+    call = VocabParallelWithGrad.like(
+        problem,
+        row_scale=reduction.row_scale,
         **layout.sharing(),
         vocab_start=start,
-        **problem.options,
-        output_mask=[needs_gradient(operand) for operand in (input, linear_weight, linear_bias)],
-        **problem.statistics._asdict(),
-        **problem.sparse._asdict(),
+        output_mask=gradients_wanted(problem.operands),
     )
     loss, losses, _, _, _, *found = VocabParallelFunction.apply(*call.values(), layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
 class VocabParallelFunction(MadeInForward):
-    """Its arguments are the operator's, followed by the layout."""
+    """The derivative of the operator. `apply` takes the operator's arguments, then the layout."""
 
     arguments = VocabParallelWithGrad
 
@@ -83,7 +78,7 @@ class VocabParallelFunction(MadeInForward):
         if not torch.is_grad_enabled():
             return super().gradients(ctx, call, saved, grad_loss)
         if call.sparse.gradient_threshold:
-            refuse_hole(cls.function, "second of a sparse gradient")
+            refuse_hole(cls.called(), "second of a sparse gradient")
         leaves = [*(getattr(call.operands, name) for name in OPERANDS), call.row_scale]
         gradients = differentiable_gradients(ctx.layout, call, leaves, grad_loss)
         return dict(zip((*OPERANDS, "row_scale"), gradients))

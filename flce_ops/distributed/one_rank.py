@@ -1,4 +1,5 @@
-"""The layout of plain tensors: one rank has all tokens and all classes. Layout in layout.py is that of DTensors.
+"""The layout of plain tensors: one rank has all tokens and all classes. For DTensors, Layout in layout.py has the same
+methods.
 
 The bodies of the entry operators (flce_ops/entry/) use only these methods, so that one body serves plain tensors and
 DTensors. This file does not import torch.distributed.
@@ -41,8 +42,8 @@ class OneRank:
         )
 
     def rows(self, tensor: Tensor | None) -> Tensor | None:  # (..., D) -> (N, D)
-        # returned unchanged if possible: a view would be a node of the graph, and -1 has no answer under vmap over
-        # nothing
+        # returned unchanged if possible: a view would add a node to the graph, and under vmap over an empty dimension a
+        # view with size -1 fails
         if tensor is None or len(self.shape) == 1:
             return tensor
         return tensor.reshape(math.prod(self.shape), tensor.shape[-1])
@@ -57,24 +58,24 @@ class OneRank:
 
     columns = as_it_is  # (..., V) -> this rank's (..., v)
     per_class = as_it_is  # (V, D) or (V,) -> (v, D) or (v,)
-    whole = as_it_is  # the same on every rank
+    whole = as_it_is  # a tensor that is the same on every rank
     number = as_it_is  # (); its gradient is a sum over the ranks that share the tokens
-    beside_tokens = as_it_is  # (...), moved to the ranks that hold its tokens
+    beside_tokens = as_it_is  # (...), its rows for the tokens of this rank
     sparse = as_it_is  # the options, with a seed of the rank's own
-    sum_over_tokens = as_it_is  # (), from this rank's tokens to all tokens
+    sum_over_tokens = as_it_is  # (), a sum over this rank's tokens becomes the sum over all tokens
 
-    def shard(self, operands: Operands) -> tuple[Operands, dict[str, Any]]:
-        """The operands of an operator that exchanges the numbers of tiles, and the arguments that say which part of the
-        rows this rank has.
-        """
-        return operands, {}
+    def shard(self, operands: Operands) -> dict[str, Any]:
+        """Arguments of an operator that exchanges the numbers of tiles: which part of the rows this rank has."""
+        return {}
 
     def sharing(self) -> dict[str, Any]:
         """Arguments of linear_kl_div's operators: the mesh dimension that shards the vocabulary, if there is one."""
         return {}
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> Tensor:
-        """flce_ops.math.reduction.quotient, of sums over all tokens."""
+        """loss, or `total` divided by `denominator`, as flce_ops.math.reduction.quotient computes it; both are sums
+        over all tokens.
+        """
         return reduction.quotient(loss, total, denominator)
 
     def result(self, found: Tensor) -> Tensor:  # (N,) or (N, K) -> (...) or (..., K)

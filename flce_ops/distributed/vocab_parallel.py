@@ -1,49 +1,54 @@
 """Row statistics if each rank holds some of the classes. Ranks exchange O(N) numbers, never a logit or a weight.
 
-    rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0      logit_sum_r = sum of its w_j z_ij
+    rank r:   lse_r = logsumexp of its z_ij      target_logit_r = z_iy or 0
               hbar_r = sum of its p log p        max_r, argmax_r = its largest logit and that one's class
+              logit_sum_r = sum of its w_j (z_ij - lse_r)
 
-         (2 to 6, N) of every rank                one all_gather; a target of K classes has K numbers
-    lse = logsumexp_r lse_r                             target_logit and logit_sum: sums over r       N numbers each,
+         (3 to 8, N) of every rank                one all_gather; a target of K classes has K numbers
+    lse = logsumexp_r lse_r                             target_logit: a sum over r                    N numbers each,
+    logit_sum = sum_r logit_sum_r + W_r (lse_r - lse)   W_r: the sum of the w_j of rank r
     expected_log_prob = sum_r s_r (hbar_r + log s_r)    argmax: that of the largest max_r             on every rank
     with s_r = exp(lse_r - lse)
 
-Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent. The sum
-of grad_input over ranks remains; it belongs to the caller's placements.
+Ranks send each lse together with its rounding error, so differences lose no digits if all logits share a large offset.
+
+Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent.
+grad_input must still be summed over ranks. The caller's placements decide when: it is a Partial.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
-from .._ops import ops
 from ..aten.logits import activate_with_slope
 from ..math.options import LogitOperands, TokenLosses
 from ..math.precision import accumulation_dtype
-from ..math.shards import argmax_of_shards, lse_of_shards
-from ..math.statistics import Rows, asked_of_forward
+from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
+from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import in_columns
+from ..meta.arguments import Forward, LogitsForward
 from ..ops.autograd import finite_in_empty_rows
 from ..ops.support_rows import forward_of_support
 from .layout import Layout
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
-IGNORED = -1  # replaces ignore_index, which may be the index of a column of a rank's logits
+IGNORED = -1  # used in place of ignore_index, which could equal a column's index on this rank
 
 
 class ShardRows(NamedTuple):
     """The numbers that a rank sends the others about its classes, (N,) each."""
 
     lse: Tensor
+    lse_rest: Tensor  # what its rounding took from it
     target_logit: Tensor  # (N, K) with a target (N, K); 0 for classes of other ranks
     others: dict[str, Tensor]  # the requested numbers, by name
 
     def stacked(self) -> Tensor:  # (k, N)
-        return torch.stack([self.lse, *in_columns(self.target_logit).unbind(1), *self.others.values()])
+        return torch.stack([self.lse, self.lse_rest, *in_columns(self.target_logit).unbind(1), *self.others.values()])
 
 
 def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
@@ -54,32 +59,38 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     `problem` has this rank's (v, D) weight and (v,) bias, or its (N, v) logits. Targets and class weights refer to the
     whole vocabulary.
     """
-    num_classes, asked = layout.num_classes, asked_of_shards(problem)
+    num_classes, asked = layout.num_classes, asked_of_rows(problem)
     start, size = layout.vocabulary_range(num_classes)
     if isinstance(problem.operands, LogitOperands):
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     else:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
-    return whole_rows(problem, asked, list(shard.others), gather_shards(layout, shard.stacked()))
+    numbers, shards = gather_shards(layout, shard.stacked()), layout.vocabulary_shards(num_classes)
+    return whole_rows(problem, asked, list(shard.others), numbers, shards)
 
 
 def whole_rows(
     problem: TokenLosses,
     asked: dict[str, bool],
     names: list[str],  # of ShardRows.others
-    shards: Tensor,  # (R, k, N), of each shard what ShardRows.stacked has
+    shards: Tensor,  # (R, k, N), for each shard the result of ShardRows.stacked
+    classes: list[slice],  # of each shard
 ) -> Rows:
     target = problem.operands.target
-    lses, topk = shards[:, 0], shards.shape[1] - 1 - len(names)  # (R, N), as is each of the next
-    others = dict(zip(names, shards[:, 1 + topk :].unbind(1), strict=True))
-    lse, valid = lse_of_shards(lses), problem.valid
-    target_logit = shards[:, 1 : 1 + topk].sum(0).T.reshape(target.shape)
+    topk, valid = shards.shape[1] - 2 - len(names), problem.valid
+    others = dict(zip(names, shards[:, 2 + topk :].unbind(1), strict=True))  # (R, N) each
+    lse, lse_rest, log_share = log_shares(shards[:, 0], shards[:, 1].detach())
+    target_logit = shards[:, 2 : 2 + topk].sum(0).T.reshape(target.shape)
+    logit_sum = None
+    if asked["logit_sum"]:
+        class_weights = class_weights_of_shards(problem.operands.weight, classes, lse)
+        logit_sum = logit_sum_of_shards(others["logit_sum"], log_share, class_weights)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
-        log_share = lses.log_softmax(0).clamp(min=-1e4)  # for a rank whose classes are switched off, s log s is 0
-        whole["expected_log_prob"] = (log_share.exp() * (others["expected_log_prob"] + log_share)).sum(0)
+        finite = log_share.clamp(min=-1e4)  # s log s is 0 for a rank whose logits are all -inf
+        whole["expected_log_prob"] = (finite.exp() * (others["expected_log_prob"] + finite)).sum(0)
     if "log_sum_sq_probs" in others:
-        squares = 2.0 * lses.detach().log_softmax(0) + others["log_sum_sq_probs"].detach()
+        squares = 2.0 * log_share.detach() + others["log_sum_sq_probs"].detach()
         whole["log_sum_sq_probs"] = squares.logsumexp(0)
     if "mean_logit" in others:
         whole["mean_logit"] = others["mean_logit"].detach().sum(0)
@@ -89,11 +100,7 @@ def whole_rows(
         whole["argmax"] = torch.where(valid, largest, -1)
     if problem.statistics.lse:
         lse = torch.where(valid, lse, 0.0)
-    return Rows(target_logit, lse, others["logit_sum"].sum(0) if asked["logit_sum"] else None, **whole)
-
-
-def asked_of_shards(problem: TokenLosses) -> dict[str, bool]:
-    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
+    return Rows(target_logit, lse, logit_sum, lse_rest, **whole)
 
 
 def rows_of_shard(
@@ -102,9 +109,9 @@ def rows_of_shard(
     num_classes: int,
     asked: dict[str, bool],
 ) -> ShardRows:
-    """A rank without classes (V < R, or the shards of ceil(V / R) rows are used up) gets one class of zeros, whose
-    numbers are then left out. So this rank refuses bad targets as the others do, and all of its arguments take part in
-    backward's collectives.
+    """A rank may have no classes: V < R, or the shards of ceil(V / R) rows before it hold all V. It then computes one
+    class of zeros and leaves the numbers of that class out. So this rank refuses bad targets as the others do, and
+    takes part in all collectives of backward.
     """
     operands, empty = problem.operands, classes.start == classes.stop
     weight = None if operands.weight is None or empty else operands.weight[classes]
@@ -112,13 +119,13 @@ def rows_of_shard(
     if empty:
         linear_bias = None if operands.linear_bias is None else pad(operands.linear_bias, (0, 1))
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
-    options: dict[str, Any] = {"ignore_index": problem.ignore_index, **problem.logits._asdict(), **asked}
-    options |= {"vocab_start": num_classes if empty else classes.start, "vocab_size": num_classes}
+    first = num_classes if empty else classes.start
+    own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
     if problem.support is None:
-        results = ops.linear_cross_entropy_forward(*operands, **options)
+        results = Forward.like(problem, **own).dispatched()
     else:
-        results = forward_of_support(operands, problem.support, num_classes, **options)
-    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, *_ = results
+        results = forward_of_support(problem, problem.support, num_classes, **own)
+    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, _ = results
     numbers = {
         "logit_sum": logit_sum,
         "expected_log_prob": expected,
@@ -136,7 +143,7 @@ def rows_of_shard(
     if asked["argmax"]:
         others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
         others["max_logit"] = max_logit
-    return ShardRows(lse, target_logit, others)
+    return ShardRows(lse, torch.zeros_like(lse_rest) if empty else lse_rest, target_logit, others)
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
@@ -149,21 +156,19 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     column = target.long() - classes.start
     here = (column >= 0) & (column < size)
     somewhere = (target >= 0) & (target < num_classes)
-    # an out-of-range target stays out of range, so that it is refused
+    # a target out of range stays out of range, so that the operator refuses it
     column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))
     column = torch.where(problem.valid, column, IGNORED)
-    target_logit, lse, logit_sum, argmax, _ = ops.cross_entropy_forward(
+    operands = LogitOperands(
         logits if size else logits.new_zeros(logits.shape[0], 1),
         column,
         weight[classes] if size and weight is not None else None,
-        ignore_index=IGNORED,
-        logit_sum=smoothed,
-        **problem.logits._asdict(),
-        argmax=problem.statistics.argmax,
     )
+    own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
+    target_logit, lse, logit_sum, argmax, lse_rest = LogitsForward.like(problem, **own).dispatched()
     if not size:  # this rank has no class
         nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
-        target_logit, lse, logit_sum = nothing, nothing - torch.inf, nothing
+        target_logit, lse, logit_sum, lse_rest = nothing, nothing - torch.inf, nothing, torch.zeros_like(nothing)
     others = {"logit_sum": logit_sum} if smoothed else {}
     if problem.statistics.argmax:
         largest = lse.detach()  # -inf without classes
@@ -171,7 +176,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
             largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)
             largest = activate_with_slope(largest, problem.logits.of(slice(None)))[0].squeeze(1)
         others |= {"argmax": (argmax + classes.start).to(lse.dtype), "max_logit": largest}
-    return ShardRows(lse, torch.where(here & problem.valid, target_logit, 0.0), others)
+    return ShardRows(lse, lse_rest, torch.where(here & problem.valid, target_logit, 0.0), others)
 
 
 def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)

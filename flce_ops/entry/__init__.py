@@ -38,6 +38,7 @@ from ..objectives.row import RowObjective
 from ..ops.autocast import autocast_kernel
 from ..ops.library import library
 from ..support.holes import refuse_hole
+from ..support.running import running, runs
 from . import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
 
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
@@ -87,8 +88,8 @@ def body_of(name: str) -> Callable:
     is refused.
     """
     arguments, results, body = ENTRIES[name]
-    alone = results == "Tensor"
-    # export_decompositions() has no decompositions of the inner operators of these
+    alone, function = results == "Tensor", name.rstrip("_").removesuffix("_metrics").removesuffix("_low_rank")
+    # export_decompositions() has none for the inner operators of these functions, so the whole operator stays
     whole = name == "linear_kl_div" or name.startswith("cross_entropy")
     instead = (
         "call torch's own formula there"
@@ -102,7 +103,8 @@ def body_of(name: str) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.onnx.is_in_onnx_export():
             refuse_hole(name, "onnx", instead=instead)
-        found = body(arguments.bind(*args, **kwargs))
+        with runs(running.function or function):
+            found = body(arguments.bind(*args, **kwargs))
         return found[0] if alone and isinstance(found, tuple) else found
 
     return run
@@ -111,7 +113,8 @@ def body_of(name: str) -> Callable:
 BODIES = {name: body_of(name) for name in ENTRIES}
 for _name, (_arguments, _results, _) in ENTRIES.items():
     library.define(f"{_name}{_arguments.schema()} -> {_results}", tags=torch.Tag.pt2_compliant_tag)
-    # Also on torch.func's key: the bodies must run before any transform is peeled off.
+    # The bodies are registered on torch.func's key, too, because they must run before torch.func removes a transform
+    # (grad, vmap) from the call.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
     # When a program is decomposed, the bodies run below autocast's keys and would not see autocast.

@@ -29,7 +29,7 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     types.NoneType: ((types.NoneType,), "None"),
 }
 
-# Names that other libraries use for an argument, and the name here.
+# Other libraries' names of an argument, each with the name that this package uses.
 ELSEWHERE = {
     "labels": ("target",),
     "input": ("logits",),
@@ -40,11 +40,11 @@ ELSEWHERE = {
 
 
 def typed(function: Function) -> Function:
-    """Returns `function`, or a class's constructor, with checks of its arguments' types. `run.check` does only the
-    checks.
+    """Returns `function`, or a class's constructor, with checks of its arguments' types. `run.check(args, kwargs)` runs
+    the checks alone.
 
     If a function gets a tensor for a number to which no gradient flows, it refuses the tensor and says so: reading the
-    value would lose the tensor's graph silently. Modules pass on what they hold.
+    value would lose the tensor's graph silently. Modules pass their options on without these checks.
     """
     op = function.__qualname__.removesuffix(".__init__")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -86,7 +86,9 @@ def typed(function: Function) -> Function:
 
 
 def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
-    """Refuses misnamed keywords that a method collected. torch.fx could not trace a wrapper around the method."""
+    """Refuses unknown keywords, which a method has collected in `misnamed`. The method has no wrapper for this check,
+    because torch.fx could not trace the wrapper.
+    """
     if isinstance(misnamed, dict):  # otherwise a torch.fx Proxy
         for name in misnamed:
             refuse_name(op, name, names)

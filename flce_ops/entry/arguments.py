@@ -302,7 +302,7 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
     allow_retain_graph                    always allowed here
     batch_chunk_size, chunking_method     torch's bound on memory: accepted, without effect; the workspace bounds memory
     acc_dtype                             must be the dtype of sums here: float32; float64 for float64 operands
-    acc_policy                            "auto", "compact", "balanced"; "accurate" promises more for half operands
+    acc_policy                            "auto", "compact", "balanced"; "accurate" promises more for 16-bit operands
 
     Without `dtype`, the input's, refuses only what can never be right.
     """

@@ -1,7 +1,8 @@
-"""Reorders classes as the user asks, before tiles or blocks of classes are formed for a sparse gradient.
+"""Reorders the classes as gradient_class_order says. A sparse gradient then forms its tiles and blocks of classes in
+this order.
 
     order        2 0 1        the class at each place
-    place        1 2 0        the place of each class, which replaces it in targets
+    place        1 2 0        the place of each class; targets hold places then
 
 This costs a copy of linear_weight, and in backward reordering its gradient. It pays if ids are not ordered by
 frequency.
@@ -36,7 +37,7 @@ def check_class_order(op: str, call: CrossEntropy) -> None:
         order = cast(Any, order).full_tensor()
     ids = torch.arange(num_classes, device=order.device)
     inside = order.clamp(0, num_classes - 1)
-    # if a class stands at two places, only one of them is found again
+    # if the order names a class twice, only one of the two places is found again
     found = torch.zeros_like(order).scatter_(0, inside, ids)[inside] == ids
     check_value((found & (inside == order)).all(), f"{expected}, got an id twice or one outside")
 
@@ -71,7 +72,9 @@ def with_own_place(order: Tensor, ignored: int) -> Tensor:
 
 
 def moved_rows(rows: Tensor, place: Tensor) -> Tensor:
-    """rows.index_select(0, order). That function's backward fills with zeros and adds; this one's selects rows."""
+    """rows.index_select(0, order). The backward of index_select fills a tensor with zeros and adds rows to it; the
+    backward of this function selects rows.
+    """
     return rows.new_empty(rows.shape).index_copy_(0, place, rows)
 
 

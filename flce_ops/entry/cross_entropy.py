@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..math.options import Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
+from ..meta.arguments import WithGrad as Operator
 from ..meta.main_grad import check_main_grad as check_buffer
-from ..ops.call_facts import needs_gradient, options_in_facts
+from ..ops.call_facts import gradients_wanted, options_in_facts
 from ..ops.paths import gradients_in_the_same_pass
 from ..support.dtensor import any_dtensor
 from .arguments import OP, check_arguments, check_main_grad
@@ -88,24 +88,13 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
 
 
 def one_pass_applies(problem: TokenLosses) -> bool:
-    input, linear_weight, _, linear_bias, _ = problem.operands
     known = options_in_facts(problem.loss, problem.logits)
     known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
-    return gradients_in_the_same_pass(input, linear_weight, linear_bias, **known)
+    return gradients_in_the_same_pass(problem.operands, **known)
 
 
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
-    asked, options = problem.statistics, problem.options
-    input, linear_weight, _, linear_bias, _ = problem.operands
-    mask = [needs_gradient(input), needs_gradient(linear_weight), needs_gradient(linear_bias)]
-    if any(asked):
-        options |= asked._asdict()
-    if problem.sparse.gradient_threshold:
-        options |= problem.sparse._asdict()
-    if problem.batch_invariant:
-        options["batch_invariant"] = True
-    loss, losses, _, _, _, *found = ops.linear_cross_entropy_with_grad(
-        *problem.operands, *reduction, **options, output_mask=mask, target_weight=problem.target_weight
-    )
-    return loss, losses, TokenStatistics.found(asked, found)
+    call = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
+    loss, losses, _, _, _, *found = call.dispatched()
+    return loss, losses, TokenStatistics.found(problem.statistics, found)

@@ -1,5 +1,5 @@
-"""linear_kl_div: the body of flce::linear_kl_div. It flattens the tokens, picks the path, and reduces in ATen over N
-numbers.
+"""The body of the entry operator flce::linear_kl_div. It flattens the tokens, chooses the path, and reduces the N
+divergences in ATen.
 
 If the vocabulary is sharded, ranks exchange O(N) numbers inside the operators (flce_ops/math/shards.py). Logits and
 weights do not move. The teacher's weight is sharded as the student's is.
@@ -8,14 +8,14 @@ weights do not move. The teacher's weight is sharded as the student's is.
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import LogitNumbers, Number, logit_options, scalar
 from ..math.precision import accumulation_dtype
 from ..math.reduction import mean_denominator, row_factor, weighted_sum
+from ..meta.arguments import KlDivForward, KlDivWithGrad
 from ..meta.kl_div_checks import check_kind
-from ..ops.call_facts import needs_gradient
+from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_divergence, check_ranges
 from .loss import layout_of_call, weightless
@@ -71,8 +71,8 @@ def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> 
 
 
 def resolve_kind(kind: str, beta: Number) -> str:
-    """The kind to compute. At beta = 0 and 1, "jsd" means the divergence that it tends to, up to the factors beta and 1
-    - beta.
+    """The kind to compute. At beta = 0 and 1, "jsd" is 0 by its formula. It then stands for the divergence to which jsd
+    / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
     if kind != "jsd" or 0.0 < beta < 1.0:
         check_kind(OP, kind)
@@ -118,7 +118,11 @@ def weigh_tokens(
 
 
 def row_divergences(operands: KlDivOperands, options: KlDivOptions, factor: Tensor) -> Tensor:  # (N,)
-    return factor * ops.linear_kl_div_forward(*operands, **options._asdict())[0]
+    return factor * divergences(operands, options)
+
+
+def divergences(operands: KlDivOperands, options: KlDivOptions) -> Tensor:  # (N,)
+    return KlDivForward.of([*operands, *options]).dispatched()[0]
 
 
 def weighted_loss(
@@ -128,11 +132,11 @@ def weighted_loss(
     denominator: Tensor | None,  # ()
 ) -> tuple[Tensor, Tensor]:
     """Returns the two numbers that `quotient` takes. Gradients, if wanted, are made in the same pass."""
-    input, linear_weight, linear_bias = operands[:3]
     factor = row_factor(operands.valid, token_weight, denominator)
-    if not gradients_in_the_same_pass(input, linear_weight, linear_bias):
-        divergence = ops.linear_kl_div_forward(*operands, **options._asdict())[0]
-        return (factor * divergence).sum(), weighted_sum(operands.valid, token_weight, divergence)
-    mask = [needs_gradient(tensor) for tensor in (input, linear_weight, linear_bias)]
-    loss, divergence, *_ = ops.linear_kl_div_with_grad(*operands, factor, **options._asdict(), output_mask=mask)
+    if gradients_in_the_same_pass(operands):
+        call = KlDivWithGrad.of([*operands, factor, *options, gradients_wanted(operands)])
+        loss, divergence, *_ = call.dispatched()
+    else:
+        divergence = divergences(operands, options)
+        loss = (factor * divergence).sum()
     return loss, weighted_sum(operands.valid, token_weight, divergence)

@@ -1,9 +1,9 @@
-"""A logit_scale or temperature that is a tensor, such as CLIP's scale or a learnt temperature, and gets a gradient.
+"""A logit_scale or temperature that is a tensor with a gradient, such as CLIP's scale or a learnt temperature.
 
     s (input @ linear_weight.T + linear_bias) = (s input) @ linear_weight.T + s linear_bias
 
-So the scale is multiplied into the operands of size (..., D) and (V,), which are rounded to their dtype once, and the
-operators need not know it. A scale that is a number stays a number, which the kernels apply in float32.
+So this file multiplies input (..., D) and linear_bias (V,) by the scale and rounds them to their dtype once, and the
+inner operators get no scale. A scale that is a number stays a number, which the kernels apply in float32.
 """
 
 import math

@@ -4,7 +4,7 @@ torch.ops.flce.linear_log_probs -> composite -> linear_cross_entropy_forward -> 
 
 log_prob_i = z_iy - lse_i      entropy_i = lse_i - sum_j p_ij z_ij      argmax_i = argmax_j z_ij
 
-With K classes a token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log(1 - sum_k e^log_prob_ik).
+With K classes per token, log_prob_ik = z_iyk - lse_i, and the tail's log p is log(1 - sum_k e^log_prob_ik).
 """
 
 from torch import Tensor

@@ -2,7 +2,7 @@
 the logits.
 
 composite -> losses_with_grad       ..._with_grad_ | ..._with_grad
-          -> losses_and_statistics  ..._forward, then differentiable ATen; always if ranks share the classes
+          -> losses_and_statistics  ..._forward, then differentiable ATen; the only way if ranks share the classes
 
 DTensors are never overwritten.
 
@@ -13,12 +13,11 @@ under autocast.
 import math
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
+from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace
 from ..ops.cross_entropy_autograd import remember_handed_over
 from ..ops.paths import path_of_given_logits
 from .arguments import check_logits
@@ -55,7 +54,9 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
 
 
 def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
-    """Returns the logits as (N, V), and whether that is a copy, which nobody else can see."""
+    """Returns the logits as (N, V), and whether that tensor is a copy. A copy may be overwritten, because nobody else
+    can read it.
+    """
     shape = (math.prod(logits.shape[:-1]), logits.shape[-1])
     try:
         return logits.view(shape), False
@@ -64,10 +65,10 @@ def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
 
 
 def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
-    """None where backward makes the gradient, or nothing does."""
-    paths = {"in place": ops.cross_entropy_with_grad_, "one pass": ops.cross_entropy_with_grad}
-    op = paths.get(path_of_given_logits(logits, handed_over))
-    return None if op is None else partial(losses_with_grad, op)
+    """None if backward makes the gradient, or if no gradient is wanted."""
+    paths = {"in place": LogitsWithGradInPlace, "one pass": LogitsWithGrad}
+    operator = paths.get(path_of_given_logits(logits, handed_over))
+    return None if operator is None else partial(losses_with_grad, operator)
 
 
 def losses_of_handed_over(
@@ -79,9 +80,9 @@ def losses_of_handed_over(
 
 
 def losses_with_grad(
-    op: torch._ops.OpOverloadPacket, problem: TokenLosses, reduction: Reduction
+    operator: type[LogitsWithGrad], problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradient, the losses of tokens (N,), and the statistics."""
     argmax = problem.statistics.argmax
-    loss, losses, *_, largest = op(*problem.operands, *reduction, **problem.options, argmax=argmax)
+    loss, losses, *_, largest = operator.like(problem, reduction=reduction, argmax=argmax).dispatched()
     return loss, losses, TokenStatistics(largest if argmax else None)

@@ -17,8 +17,9 @@ The numbers of rows come from a forward operator:
     a shared vocabulary                                    one of the two on each rank, one exchange: vocab_parallel.py
 
 Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
-which depend on the target. They are computed in three cases: their losses are wanted, as the gradient of token_weight;
-metrics are wanted; the denominator is 0 or nan, which turns every weight into nan.
+which depend on the target alone. There are three cases in which they are not treated as ignored: token_weight gets a
+gradient, which is made of their losses; metrics are wanted; or the denominator is 0 or nan, so that no weight divided
+by it is 0.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..distributed.one_rank import OneRank
 from ..math.options import (
     LogitOperands,
@@ -41,8 +41,9 @@ from ..math.options import (
 )
 from ..math.precision import accumulation_dtype
 from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
-from ..math.statistics import Rows, asked_of_forward
+from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import beside_topk
+from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
@@ -69,7 +70,7 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
     refuse(op, call, features)
     layout = OneRank()
     if "DTensors" in features:
-        from ..distributed.layout import layout_of_arguments  # imports torch.distributed.tensor only for its users
+        from ..distributed.layout import layout_of_arguments  # only users of DTensors import torch.distributed.tensor
 
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
@@ -102,25 +103,15 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         from ..distributed.class_slices import rows_of_slices
 
         return rows_of_slices(problem, problem.quantized)
-    softcap, logit_scale = problem.logits
-    options = {"logit_sum": problem.loss.label_smoothing != 0.0, "softcap": softcap, "logit_scale": logit_scale}
-    options["ignore_index"] = problem.ignore_index
+    asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
-        argmax = problem.statistics.argmax
-        found = ops.cross_entropy_forward(*problem.operands, **options, argmax=argmax)
-        target_logit, lse, logit_sum, largest, lse_rest = found
+        target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
-    if any(problem.statistics):
-        options |= asked_of_forward(problem.statistics)
-    if problem.sparse.gradient_threshold and problem.support is None:  # with a support nothing wants a gradient here
-        options |= problem.sparse._asdict()
-    if problem.batch_invariant:
-        options["batch_invariant"] = True
     if problem.support is None:
-        operands, of_shard = layout.shard(problem.operands) if problem.batch_invariant else (problem.operands, {})
-        found = ops.linear_cross_entropy_forward(*operands, **options, **of_shard, main_grad=problem.main_grad)
+        own = layout.shard(problem.operands) if problem.batch_invariant else {}
+        found = Forward.like(problem, **asked, **own).dispatched()
     else:
-        found = forward_of_support(problem.operands, problem.support, layout.num_classes, **options)
+        found = forward_of_support(problem, problem.support, layout.num_classes, **asked)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
     return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
 
@@ -162,6 +153,9 @@ def loss_of_tokens(
             else:
                 losses, found = from_forward(counting)
                 loss = (factor * losses).sum() if wants_gradient else None
+            if token_weight is not None and not any(problem.statistics):
+                left_out = factor.detach() == 0.0  # the others were computed if token_weight gets a gradient
+                found = tuple(None if of_rows is None else of_rows.masked_fill(left_out, 0.0) for of_rows in found)
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
     results: list[Tensor | None] = []
@@ -171,11 +165,13 @@ def loss_of_tokens(
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:
-    """The reduction of tokens with equal factors. The operator counts the tokens: in ATen that takes seven launches."""
+    """The reduction of tokens with equal factors. The operator itself counts the valid tokens, because counting in ATen
+    takes seven launches.
+    """
     input = problem.operands[0]
     if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
         return Reduction(None)
-    if call.normalizer is not None and call.normalizer.device != input.device:  # on the CPU, as a number is
+    if call.normalizer is not None and call.normalizer.device != input.device:  # a number becomes a tensor on the CPU
         return Reduction(None, scalar(1.0, input) * call.normalizer)
     denominator = denominator_of(layout, call, problem)
     return Reduction(None, scalar(1.0, input) if denominator is None else denominator)

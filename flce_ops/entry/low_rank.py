@@ -4,18 +4,18 @@
 
 With class_scale, DoRA's scale of each class, logits = class_scale (...), before linear_bias is added.
 
-A frozen head has its own operator, which makes no matrix of linear_weight's size. It is called once if forward
-makes the gradients; otherwise backward calls it again. If the head is trained, or under torch.func, the pair becomes
-extra features of input and of a copy of linear_weight, and the ordinary operators run.
+A frozen head has its own operator, which makes no matrix of linear_weight's size. This operator is called once if
+forward makes the gradients; otherwise backward calls it a second time. If the head is trained, or under torch.func, the
+pair becomes extra features of input and of a copy of linear_weight, and the ordinary operators run.
 """
 
 import functools
 
 from torch import Tensor
 
-from .._ops import ops
 from ..math.options import LowRankOperands, Statistics, TokenLosses
 from ..math.reduction import Reduction
+from ..meta.arguments import LowRankWithGrad
 from ..meta.checks import check_device, check_per_class, check_target_dtype
 from ..ops.call_facts import needs_gradient, options_in_facts
 from ..ops.paths import path_of_pair
@@ -63,7 +63,9 @@ def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor
 
 
 def check_pair(call: LowRankCrossEntropy) -> None:
-    """Checks what torch.cat would otherwise report in its own words."""
+    """Checks the pair's shapes and dtypes. Without this check, torch.cat would report them in an error that names no
+    argument.
+    """
     for name, beside in (("low_rank_input", call.input), ("low_rank_weight", call.linear_weight)):
         tensor = getattr(call, name)
         if tensor.shape[:-1] != beside.shape[:-1] or tensor.dim() != beside.dim():
@@ -86,15 +88,11 @@ def check_pair(call: LowRankCrossEntropy) -> None:
 def losses_of_pair(
     operands: LowRankOperands, made_in_forward: bool, problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, Found]:
-    """Returns the loss () and the losses of tokens (N,). An output_mask without any gradient leaves the gradients to
-    backward.
+    """Returns the loss () and the losses of tokens (N,). If output_mask asks for no gradient, backward makes the
+    gradients.
     """
-    input, _, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
-    loss, losses, *_ = ops.linear_cross_entropy_low_rank_with_grad(
-        *operands._replace(target=problem.operands.target),
-        *reduction,
-        **problem.options,
-        output_mask=[made_in_forward and needs_gradient(leaf) for leaf in leaves],
-    )
+    operands = operands._replace(target=problem.operands.target)
+    mask = [made_in_forward and needs_gradient(getattr(operands, name)) for name in LowRankWithGrad.made]
+    call = LowRankWithGrad.like(problem, operands=operands, reduction=reduction, output_mask=mask)
+    loss, losses, *_ = call.dispatched()
     return loss, losses, ()

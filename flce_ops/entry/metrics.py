@@ -1,4 +1,6 @@
-"""return_metrics by name: what the entry operator must be asked for, and how each metric follows from its results."""
+"""The names in return_metrics: which results the entry operator must return for them, and how each metric follows from
+these results.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,8 +51,8 @@ def by_name(names: Sequence[str], results: Sequence[Tensor], z_loss: Number) -> 
 
 
 def accuracy_and_top1(argmax: Any, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:  # (), (...)
-    """Returns the accuracy over all tokens, and is_top1. They are DTensors if argmax is one; each rank has the argmax
-    of the tokens of its `target`.
+    """Returns the accuracy over all tokens, and is_top1. Both are DTensors if argmax is one. Then argmax and `target`
+    on a rank belong to the same tokens.
     """
     if any_dtensor(argmax):
         from ..distributed.layout import accuracy_and_top1 as of_ranks

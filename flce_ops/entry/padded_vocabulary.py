@@ -1,4 +1,4 @@
-"""Padded vocabularies: views of the operands' rows for the classes below vocab_size.
+"""Padded vocabularies: replaces each operand by a view of its classes below vocab_size = v.
 
     linear_weight[:v]   linear_bias[:v]   teacher_weight[:v]   teacher_bias[:v]   teacher_probs[..., :v]
 
@@ -17,7 +17,7 @@ from ..support.holes import refuse_hole
 # D and E hidden sizes of student and teacher, V classes of one of them, padding included
 
 
-# each with the dimension of its classes, and for a bias the weight that it belongs to
+# for each argument: the dimension that holds the classes, and for a bias its weight
 CLASSES = {
     "linear_weight": (0, ""),
     "linear_bias": (0, "linear_weight"),

@@ -29,7 +29,8 @@ def losses_of_positions(
     check_positions(call)
     tokens, positions = call.input.shape[:-1], call.linear_weight.shape[1:-1]
     heads = call.linear_weight.flatten(1, -2).unbind(1)
-    # not input itself: autograd would add its gradients in input's dtype and round after each position
+    # expanded, because autograd sums the gradients of an expanded tensor in one operation; gradients of `input` used
+    # several times would be rounded after each position
     by_position = {"linear_weight": heads, "input": call.input.expand(len(heads), *call.input.shape).unbind(0)}
     if call.linear_bias is not None:
         by_position["linear_bias"] = call.linear_bias.flatten(1).unbind(1)
@@ -63,7 +64,7 @@ def denominator_of(call: CrossEntropy) -> Tensor | None:  # ()
 
 
 def check_positions(call: CrossEntropy) -> None:
-    """Checks the shapes, and what the denominator reads. The rest is checked for each position."""
+    """Checks the shapes, and what the denominator reads. The other checks run in the call for each position."""
     input, linear_weight, target = call.input, call.linear_weight, call.target
     check_dense(OP, linear_weight=linear_weight, linear_bias=call.linear_bias, target=target, weight=call.weight)
     num_classes, *positions, hidden = linear_weight.shape

@@ -1,7 +1,9 @@
-"""A frozen head whose linear_weight is quantized: its slices of classes are the source of the logits.
+"""A frozen head whose linear_weight is quantized. The logits come from one slice of classes at a time, which is
+dequantized.
 
-From here on linear_weight is a tensor of the dense weight's shape without its numbers. Checks, layouts and reductions
-read that shape, and flce_ops/distributed/class_slices.py makes the rows.
+take_quantized_head replaces linear_weight by a tensor that has the dense weight's shape and no data. Checks, layouts
+and reductions need only that shape. flce_ops/distributed/class_slices.py computes the numbers of the rows from the
+slices.
 """
 
 from typing import cast
@@ -33,16 +35,18 @@ def take_quantized_head(call: CrossEntropy) -> QuantizedHead | None:
 
 
 def has_slices(weight: Tensor) -> bool:
-    """Others are refused later, as what is not dense."""
+    """Whether slices of the weight can be dequantized. Other quantized weights are refused later, by the check for
+    dense tensors.
+    """
     state = packed_state(weight)
     if state is not None:
         return len(state.shape) == 2
     if not is_quantized(weight) or weight.dim() != 2 or hasattr(weight, "get_original_weight"):
         return False
-    if weight.is_quantized:  # torch's own, whose slices of classes with a scale each are wrong or missing
+    if weight.is_quantized:  # torch's own: slices of those with a scale for each class are wrong or fail
         return weight.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
     try:
         weight[:1].dequantize()
-    except Exception:  # whatever its dispatch says of a slice
+    except Exception:  # a subclass may raise any error for a slice
         return False
     return True

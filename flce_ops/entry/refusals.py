@@ -12,7 +12,7 @@ here.
 import sys
 from typing import Any
 
-from ..ops.call_facts import needs_gradient
+from ..ops.call_facts import gradients_wanted
 from ..support.dtensor import any_dtensor
 from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
@@ -23,19 +23,20 @@ NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold
 
 
 def wants_gradient(call: Any) -> bool:
-    return any(needs_gradient(tensor) for tensor in (call.input, call.linear_weight, call.linear_bias))
+    return any(gradients_wanted(call))
 
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", "support")
-# The last three: objectives whose gradients backward always makes; what a layout tells; what a path tells.
+# The last three features do not follow from the arguments: the caller adds them if backward always makes the
+# objective's gradients, or for the layout or the path of the call.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards", "a quantized head", "batch_invariant", "a divergence")
 
 
 def features_of(call: Any) -> set[str]:
-    """The features that the arguments show."""
+    """The features that follow from the arguments alone."""
     values = vars(call)
     found = set()
     for name in GIVEN:
@@ -135,6 +136,8 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
 
 
 def refuse(op: str, call: Any, features: set[str]) -> None:
+    if not features:
+        return
     for feature, rows in REFUSED.items():
         if feature in features:
             for others, text in rows.items():

@@ -43,7 +43,7 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:  # (..., T) -> (..
 
 def shifted_shards(op: str, labels: Tensor, ignore_index: int) -> Tensor:
     """Shifts a DTensor whose ranks hold whole sequences. The layout of input does not matter."""
-    from torch.distributed.tensor import DTensor, Shard  # imported only for its users
+    from torch.distributed.tensor import DTensor, Shard  # imported here, for users of DTensors only
 
     from ..distributed.layout import describe, globalize, splits
 

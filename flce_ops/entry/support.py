@@ -1,9 +1,10 @@
-"""The support of each token: what the argument may be, and its ids one token after another.
+"""The argument `support`, the classes that each token was sampled from. It has two forms; the operators take the ids of
+all tokens in one list.
 
     (..., K)              padded with -1                  [[7, 3, 9], [4, -1, -1], [-1, -1, -1]]
     (ids, offsets)        token i has ids[offsets_i : offsets_(i + 1)]       [7, 3, 9, 4], [0, 3, 4, 4]
 
-A token without ids has all classes. A class that is named twice counts once.
+The support of a token without ids is all classes. A class that is named twice counts once.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from .schemas import LogProbs, RowLoss
 
 
 def parts_of_support(op: str, support: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Ids and offsets, as the operators take them."""
+    """The ids and the offsets of the argument, as the operators take them. Offsets are None for padded ids."""
     if support is None or isinstance(support, Tensor):
         return support, None
     if isinstance(support, tuple | list) and len(support) == 2 and all(isinstance(part, Tensor) for part in support):
@@ -32,7 +33,7 @@ def parts_of_support(op: str, support: Any) -> tuple[Tensor | None, Tensor | Non
 
 
 def support_of_call(op: str, layout: OneRank, call: LogProbs | RowLoss, target: Tensor) -> TokenIds | None:
-    """Flat, as `target`, (N,): after layout.head."""
+    """The support of the flattened tokens. `target` is (N,), as layout.head returns it."""
     support, offsets = call.support, call.support_offsets
     if support is None:
         return None
@@ -51,8 +52,12 @@ def support_of_call(op: str, layout: OneRank, call: LogProbs | RowLoss, target: 
         begins, ends = (layout.per_token(of.reshape(layout.shape)) for of in (offsets[:-1], offsets[1:]))
         given = TokenIds(support.long(), begins, ends)
     num_classes = layout.num_classes
-    inside = ((given.ids >= -1) & (given.ids < num_classes)).all()
-    check_value(inside, f"{op}: expected support of class indices in [0, {num_classes}), or -1 for none, got another")
+    _, read = given.owners(target != call.ignore_index)
+    inside = (given.ids >= -1) & (given.ids < num_classes)
+    check_value(
+        (inside | ~read).all(),
+        f"{op}: expected support of class indices in [0, {num_classes}), or -1 for none, got another",
+    )
     if target.device.type == "cpu":
         counts = (target != call.ignore_index) & (target >= 0) & (target < num_classes)
         check_value(

@@ -1,9 +1,10 @@
-"""A temperature of each token: the trainer's side of a batch whose completions were sampled at several temperatures.
+"""A temperature for each token, for training on a batch whose completions were sampled at several temperatures.
 
     z_ij = softcap tanh(logit_scale u_ij / softcap) / temperature_i
 
-Logits are divided where they are made, in float32 of half operands, and hidden states stay as they are. To the inner
-operators it is a logit_scale (and a softcap) of each token, so numbers that are all equal give the bits of one number.
+The kernels divide the logits when they compute them, in float32 for bfloat16 and float16 operands. Hidden states are
+not scaled. The inner operators get a logit_scale (and a softcap) for each token instead of a temperature. If all
+temperatures are equal, the results have the bits that one number would give.
 """
 
 import math
@@ -23,7 +24,9 @@ from .arguments import check_shape
 
 
 def as_argument(op: str, temperature: Tensor, source: str) -> dict[str, Any]:
-    """The entry's arguments of a `temperature` that is a tensor. One without dimensions stays: it may be learnt."""
+    """The entry operator's arguments for a `temperature` that is a tensor. A tensor without dimensions stays the
+    argument `temperature`, because it may get a gradient.
+    """
     if temperature.dim() > 0:
         return {"temperature": 1.0, "token_temperature": temperature}
     if op == "linear_kl_div" or source == "logits":
@@ -38,8 +41,8 @@ def temperature_of_tokens(
     op: str,
     call: Any,
     layout: OneRank,
-    target: Tensor | None,  # (N,) or (N, K) of this rank; None where all tokens count
-) -> Tensor | None:  # (N,) of this rank, 1 at tokens that do not count, which may hold anything
+    target: Tensor | None,  # (N,) or (N, K) of this rank; None if all tokens are valid
+) -> Tensor | None:  # (N,) of this rank; 1 at tokens that are not valid, whose number may be anything
     temperature: Tensor | None = call.token_temperature
     if temperature is None:
         return None

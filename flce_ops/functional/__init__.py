@@ -1,4 +1,5 @@
-"""The public functions: what the arguments mean, and the call of the entry operator.
+"""The public functions: each has a signature, a docstring that says what the arguments mean, and a call of its entry
+operator.
 
 linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_ops/entry/
 

@@ -16,7 +16,7 @@ from .public import call_entry, public
 
 
 class LinearLogProbs(NamedTuple):
-    """One number a token, (...); float32 (float64 for float64 input), argmax int64.
+    """One number per token, (...); float32 (float64 for float64 input), argmax int64.
 
     entropy, argmax and tail_log_prob are None unless asked for. Their type is `Any` beside Tensor, so that a caller who
     asked for them need not convince a type checker.
@@ -130,7 +130,7 @@ def linear_log_probs(
             1]] those of the i-th token. All results are then those of the distribution over these classes: j runs over
             them above. A token without ids has all classes. Order does not matter, and a class that is named twice
             counts once. A target outside of its support is a ValueError on a CPU; on CUDA, where the host does not
-            look, its log-probability is -inf. Only one class a token, and not with shift.
+            look, its log-probability is -inf. Only one class per token, and not with shift.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
         batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient and, over a sharded
@@ -140,7 +140,7 @@ def linear_log_probs(
 
     Returns:
         ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``. log_probs has target's shape, the others are
-        one number a token, (...), or None where not asked for. All but argmax are differentiable and float32 (float64
+        one number per token, (...), or None where not asked for. All but argmax are differentiable and float32 (float64
         for float64 input), in nats.
         With ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
 

@@ -155,7 +155,7 @@ def linear_cross_entropy(
         linear_bias: (V,), in input's dtype.
         weight: class weights, (V,), as F.cross_entropy's. Constants: class weights get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
-            tokens, or, for one class a token, by the sum of their class weights. "sum".
+            tokens, or, for one class per token, by the sum of their class weights. "sum".
         ignore_index: target value of tokens that contribute neither loss nor gradient, whatever input holds there.
             None is -100, as torch's.
         label_smoothing: in [0, 1].
@@ -198,7 +198,7 @@ def linear_cross_entropy(
             linear_weight and of its gradient.
         batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other
             tokens are, and how many, as those of losses and log-probabilities always are. For "sum", "none", and "mean"
-            with a normalizer. Half dtypes on NVIDIA GPUs. Over a sharded vocabulary it gives losses and metrics the
+            with a normalizer. 16-bit dtypes on NVIDIA GPUs. Over a sharded vocabulary it gives losses and metrics the
             bits of one rank, and promises nothing of the gradient. See docs/agreement.md.
         return_metrics: also return by-products of the same pass, without a host synchronisation: True for the accuracy
             and the argmax, or names. With ``p = softmax(z)``, in nats::
@@ -231,7 +231,7 @@ def linear_cross_entropy(
             DTensors; target_weight with a K-dimensional loss. main_grad under torch.func or create_graph=True, beside
             DTensors, for probabilities or a K-dimensional loss. gradient_threshold for probabilities, a K-dimensional
             loss, float16, main_grad, create_graph=True, and over a sharded vocabulary for anything but a scalar loss
-            of one class a token.
+            of one class per token.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation

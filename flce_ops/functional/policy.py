@@ -106,8 +106,7 @@ def linear_policy_loss(
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
-        share of clipped tokens or an estimate of the KL. Tokens of weight 0 have a log-probability only where
-        token_weight may get a gradient, as under torch.func, so multiply by token_weight before you average.
+        share of clipped tokens or an estimate of the KL. They are 0 at tokens of weight 0.
 
     Raises:
         ValueError, TypeError, IndexError: as in ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),

@@ -28,6 +28,7 @@ from ..support.holes import refuse_hole
 Function = TypeVar("Function", bound=Callable)
 REQUIRED = object()
 POSITIONAL = {name: tuple(arguments.index)[: arguments.positional] for name, (arguments, *_) in ENTRIES.items()}
+DEFAULTS = {name: set(zip(arguments.index, arguments.defaults)) for name, (arguments, *_) in ENTRIES.items()}
 
 
 def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Function]:
@@ -84,12 +85,12 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     if asked:
         given.update(asked)
     name += metrics
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    if inference and any_dtensor(*given.values()):
-        # Calls the body directly. Autograd's key would run it, but in inference mode DTensor sees the call first and
-        # refuses plain tensors.
+    eager = not torch.compiler.is_compiling()
+    if eager and torch.is_inference_mode_enabled() and any_dtensor(*given.values()):
+        # Calls the body directly. Usually the dispatcher's autograd key runs the body. In inference mode DTensor sees
+        # the call first, and refuses plain tensors beside DTensors.
         return BODIES[name](**given)
-    positional = []
-    for argument in POSITIONAL[name]:
-        positional.append(given.pop(argument))
+    positional = [given.pop(argument) for argument in POSITIONAL[name]]
+    if eager:  # the dispatcher fills in defaults faster than it takes them
+        given = dict(given.items() - DEFAULTS[name])
     return getattr(ops, name)(*positional, **given)

@@ -1,5 +1,5 @@
-"""Warns once, by name, of a trainer that computes logits in a training step although something was patched to avoid
-them.
+"""Warns once if a trainer computes logits in a training step although a model or TRL was patched to avoid them. The
+warning names the trainer.
 
 While Trainer.train runs, a hook on its model looks at the outputs of training forwards. `patch` of Transformers and of
 TRL register an adviser, which says for which trainers to warn, and what to do.

@@ -21,7 +21,9 @@ from .. import functional
 
 
 class AddedToMainGrad(torch.autograd.Function):
-    """Returns linear_weight. Backward, to which no gradient arrives, sets the flag that Megatron's hook reads."""
+    """Returns linear_weight. The loss adds the gradient to main_grad, so none arrives in backward, which only sets the
+    flag that Megatron's hook reads.
+    """
 
     @staticmethod
     def forward(ctx, linear_weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """A private name, and what is known of it."""
+    """A private name of a library, and what this package expects of the object with that name."""
 
     module: str
     name: str  # dotted if it belongs to a class

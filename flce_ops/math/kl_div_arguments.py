@@ -34,7 +34,7 @@ class KlDivOptions(NamedTuple):
     group: str | None = None
     ranks: int = 1
     vocab_size: Annotated[int | None, "SymInt?"] = None
-    batch_invariant: bool = False  # rows of grad_input by themselves: the same bits whatever the other tokens are
+    batch_invariant: bool = False  # the bits of a row of grad_input must not depend on other tokens
 
     @property
     def student(self) -> LogitOptions:

@@ -13,8 +13,8 @@ from .topk import repeats
 def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,) or (N, K), as target_logit
     """lse - target_logit, which is -log p of the target. `lse_rest` is what the rounding of lse took from it.
 
-    With lse_rest the row is whole and contains the target, so the result cannot be negative: a negative one is a
-    rounding error of target_logit and becomes 0.
+    If lse_rest is given, lse covers all classes, the target among them, so the exact result cannot be negative. A
+    negative number is then a rounding error of target_logit and becomes 0.
     """
     several = target_logit.dim() > lse.dim()
     distance = (lse.unsqueeze(-1) if several else lse) - target_logit
@@ -72,14 +72,14 @@ def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor: 
     """log(1 - sum_k p_k), where the sum counts each class that a token's targets name once. 0 if they name none.
 
     With s the log of that sum, log(1 - e^s) is log1p(-e^s) if the tail is the larger part and log(-expm1(s)) if it is
-    the smaller. A tail below eps of the dtype is a rounding error of the sum: its log is cut off there, with gradient
-    0.
+    the smaller. A tail probability below the dtype's eps is only a rounding error of the sum. In that case the result
+    is log(eps), with gradient 0.
     """
     named = counts & ~repeats(target)
     total = torch.where(named, log_probs, -torch.inf).logsumexp(-1)
     total = torch.where(counts.any(-1), total.clamp(max=-torch.finfo(total.dtype).eps), -torch.inf)
     small = total < -math.log(2.0)
-    # in both branches the derivative stays finite for tokens that take the other branch
+    # the other branch's tokens get a harmless number, so that their derivative in this branch is finite
     of_small = torch.log1p(-torch.where(small, total, -1.0).exp())
     of_large = torch.log(-torch.expm1(torch.where(small, -1.0, total)))
     return torch.where(small, of_small, of_large)

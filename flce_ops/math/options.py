@@ -4,9 +4,9 @@
     z_ij  = softcap tanh(logit_scale u_ij / softcap)                 LogitOptions; without softcap: logit_scale u_ij
 
 Inside the package, numbers are 0-d tensors in the accumulation dtype, and None if they have no effect. A Python number
-would be a constant of a compiled graph: another value would compile again. A 0-d tensor is an input of the graph. If a
-Python float changes between two calls, torch.compile turns it into a SymFloat, and arithmetic of a tensor with a
-SymFloat into an input of the graph. So from the third value on, a compiled graph is found.
+would be a constant of a compiled graph, so every new value would compile a new graph. A 0-d tensor is an input of the
+graph. If a Python float changes between two calls, torch.compile makes it a SymFloat, and the tensor computed from it
+an input of the graph. So the third and later values reuse a compiled graph.
 
     logit_scale = 30, softcap = None   ->   tensor(30.), None          None: the option is off and costs nothing
 """
@@ -28,11 +28,11 @@ from .support import TokenIds
 # N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
 
 
-CLASSES_PER_MAXIMUM = 128  # a tile of the Triton kernels has at least this many classes
+CLASSES_PER_MAXIMUM = 128  # a tile of a Triton kernel has at least this many classes
 
 
 def saved_columns(num_classes: int, dtype: torch.dtype) -> int:
-    """The 16-bit columns of a row of saved logits. Each row starts on 16 bytes.
+    """The number of 16-bit columns in a row of saved logits. Each row starts at a multiple of 16 bytes.
 
     A row has V numbers of the operands' dtype and a float32 for each tile. Only the kernels know their format
     (flce_ops/triton/steps/quantized_logits.py, flce_ops/aten/chunks.py).
@@ -82,7 +82,7 @@ class LowRankOperands(NamedTuple):
 
     @property
     def concatenated(self) -> Operands:
-        """The same logits as one product, which costs a copy of linear_weight."""
+        """Operands with the same logits from a single matrix product. This costs a copy of linear_weight."""
         input = torch.cat([self.input, self.low_rank_input], -1)
         linear_weight = self.unscaled_weight
         if self.class_scale is not None:
@@ -112,13 +112,17 @@ def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 class LogitOptions(NamedTuple):
-    """One number for all tokens; or one for each, if each has a temperature of its own."""
+    """softcap and logit_scale: one number for all tokens, or one number for each token if each token has a temperature
+    of its own.
+    """
 
     softcap: Tensor | None = None  # () or (N,)
     logit_scale: Tensor | None = None  # () or (N,)
 
     def of(self, rows: slice | Tensor) -> "LogitOptions":
         """The options for the logits of these rows, () or (n, 1)."""
+        if self.softcap is None and self.logit_scale is None:
+            return self
         return changed(self, lambda option: option[rows].unsqueeze(1) if option.dim() else option)
 
     def contiguous(self) -> "LogitOptions":
@@ -130,9 +134,9 @@ class LogitOptions(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The gradients of the objective by the three numbers of a row, (N,) each."""
+    """The gradients of the objective by target_logit, lse and logit_sum, (N,) each."""
 
-    grad_target_logit: Tensor | None  # (N, K) with several classes a token
+    grad_target_logit: Tensor | None  # (N, K) with several classes per token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
 
@@ -147,7 +151,7 @@ class Cotangents(NamedTuple):
         )
 
     def filled(self, like: Tensor) -> "Cotangents":
-        """With a grad_lse of zeros if there is none. The other two may stay None."""
+        """Replaces a grad_lse of None by zeros. The other two may stay None."""
         return self if self.grad_lse is not None else self._replace(grad_lse=torch.zeros_like(like))
 
 
@@ -191,7 +195,7 @@ class TokenLosses:
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
     support: TokenIds | None = None  # None: all classes
-    quantized: QuantizedHead | None = None  # what linear_weight stands for, which has no numbers then
+    quantized: QuantizedHead | None = None  # the weights themselves; linear_weight then has only their shape
     batch_invariant: bool = False  # rows of grad_input
 
     @functools.cached_property
@@ -203,11 +207,6 @@ class TokenLosses:
     def denominator_weight(self) -> Tensor | None:  # (V,)
         """The class weights whose sum divides the mean. Soft targets have none: their mean is over tokens."""
         return self.operands.weight if self.target_weight is None else None
-
-    @property
-    def options(self) -> dict[str, int | float | Tensor | None]:
-        """The options by name, as the operators take them."""
-        return {"ignore_index": self.ignore_index, **self.loss._asdict(), **self.logits._asdict()}
 
 
 # Numbers that the user passes, in the order of the entry operators' schemas.
@@ -248,15 +247,17 @@ def scalar(value: Number, like: Tensor) -> Tensor:  # ()
 
 
 def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor | None:  # ()
-    """`scalar(value)`, or None if the option has no effect: its value is known and neutral."""
+    """`scalar(value)`, or None if the option has no effect because its value is `neutral`. A value that is symbolic in
+    a traced graph counts as having an effect.
+    """
     if value is None or (not isinstance(value, SymFloat) and value == neutral):
         return None
     return scalar(value, like)
 
 
 def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
-    """A number becomes the tensor that the entry operators take. Dynamo traces this function; a float that changes has
-    type float there.
+    """A number becomes the tensor that the entry operators take. Dynamo traces this function. In the trace a SymFloat,
+    too, counts as a float.
     """
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
@@ -271,7 +272,7 @@ def logit_options(numbers: Any, like: Tensor, token_temperature: Tensor | None =
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
 
-    `token_temperature` (N,) stands in the number's place: cap and scale are (N,) then.
+    If `token_temperature` (N,) is given, it replaces the number tau, and both options become (N,).
     """
     divisor = scalar_unless(1.0, numbers.temperature, like)
     if token_temperature is not None:

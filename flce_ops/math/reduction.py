@@ -1,4 +1,5 @@
-"""From the losses of tokens to a scalar: which tokens count, what divides their sum, and the gradients of both.
+"""From the losses of tokens to a scalar loss: which tokens count, what divides the sum of their losses, and the
+gradients.
 
     mean = sum_i token_weight_i loss_i / denominator       denominator: tokens not ignored, or their class weights,
                                                            or the normalizer
@@ -40,8 +41,8 @@ def mean_denominator(
 
 def nan_for_nothing(denominator: Tensor) -> Tensor:  # () -> ()
     """Replaces a denominator of 0 by nan. F.cross_entropy's mean is nan if the targets' class weights add up to 0, and
-    so are its gradients for valid tokens. This is so with label smoothing, too, because F.cross_entropy divides the
-    targets' term separately, which is 0 / 0.
+    so are its gradients for valid tokens. With label smoothing the mean is nan, too, because F.cross_entropy divides
+    the targets' term separately, and that is 0 / 0.
     """
     return torch.where(denominator == 0.0, torch.nan, denominator)
 
@@ -92,17 +93,17 @@ class Reduction(NamedTuple):
 
 
 def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tensor) -> Tensor:  # (N,) each -> ()
-    """The sum that the denominator divides, as a constant: `quotient` adds the gradient."""
+    """The sum that is divided by the denominator, detached: `quotient` gives the result its gradient."""
     losses = losses.detach()  # 0 for ignored tokens
     return losses.sum() if token_weight is None else (row_factor(valid, token_weight.detach(), None) * losses).sum()
 
 
 def quotient(loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> Tensor:  # () each
-    """total / denominator, with the gradient of `loss`, which is the sum of the tokens' own quotients; None for no
-    gradient.
+    """total / denominator, with the gradient of `loss`. `loss` is the sum over tokens of each token's loss divided by
+    the denominator; None if no gradient is wanted.
 
-    `loss` has the same value unless the denominator is 0. Then sum() / 0 is nan only if the sum is 0, whereas a
-    quotient of a single token may be nan before.
+    `loss` has the same value unless the denominator is 0. Then total / 0 is nan only if the total is 0, but `loss` is
+    nan if any token's own loss is 0.
     """
     if loss is None:
         return total if denominator is None else total / denominator
@@ -129,7 +130,7 @@ class Quotient(Function):
         return grad, None, None
 
     @staticmethod
-    # by token_weight or normalizer only; forward mode by the operands is refused
+    # for tangents of token_weight or normalizer; forward mode by the operands is refused elsewhere
     def jvp(ctx, tangent: Tensor, *_) -> Tensor:
         return tangent.clone()
 
@@ -143,6 +144,6 @@ def count_right_and_valid(is_right: Tensor, target: Tensor, ignore_index: int) -
 
 
 def accuracy_of(counts: Tensor) -> Tensor:  # (2,) -> (); nan if no token is valid
-    # integers would be divided in the default dtype, which may be a half one
+    # a quotient of integers has the default dtype, which may be bfloat16 or float16
     right, valid = counts.to(torch.float32).unbind()
     return right / valid

@@ -1,13 +1,16 @@
-"""Rows whose classes are shared by ranks: combines the numbers of the shards."""
+"""For rows whose classes are spread over ranks: combines the numbers of the shards."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..support.exchange import all_gather
 from ..support.holes import refuse_hole
 from .options import Statistics, TokenStatistics, changed
+from .precision import two_sum
 from .statistics import statistics_of_shards
 from .topk import in_columns, tokens_that_count
 
@@ -19,19 +22,36 @@ def lse_of_shards(
     exp: Callable[[Tensor], Tensor] = torch.exp,
     log: Callable[[Tensor], Tensor] = torch.log,
 ) -> Tensor:  # (...)
-    """A logsumexp whose derivatives, the ranks' shares, add up to 1. torch's derivatives are exp(lse_r - lse) with a
-    rounded lse.
+    """A logsumexp whose derivatives, the ranks' shares, add up to 1. torch.logsumexp computes the derivatives as
+    exp(lse_r - lse) with a rounded lse, so that they add up to 1 only within that rounding.
     """
     largest = lse.detach().amax(0)
     largest = torch.where(largest.isinf(), 0.0, largest)
     return largest + log(exp(lse - largest).sum(0))
 
 
+def log_shares(
+    lses: Tensor,  # (R, N), as is the next
+    rests: Tensor,  # what their rounding took from them
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns lse, what its rounding took from it, (N,) each, and lse_r - lse, (R, N): the log of each rank's part of
+    the softmax's denominator.
+
+    At logits of 3000 a rounded lse is off by 1e-4. Without the rests the shares would be off by as much.
+    """
+    largest = lses.detach().amax(0)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    distance = (lses - largest) + rests
+    log_sum = distance.exp().sum(0).log()
+    lse, rest = two_sum(largest, log_sum)
+    return lse, rest.detach(), distance - log_sum
+
+
 def log_denominator(row_max: Tensor, log_sum: Tensor, group: str | None, ranks: int) -> Tensor:  # (k, n) each
     """The log of the denominator of k softmaxes over all columns, relative to this rank's row_max.
 
-    One lse a row would not do: in float32 it loses the digits of a small log-sum beside a large maximum. A reverse
-    divergence of logits of size 10 and more had 3 to 5 times the error.
+    The maximum and the log-sum stay two numbers. Their sum lse, in float32, would lose digits of a small log-sum beside
+    a large maximum: reverse divergences of logits of size 10 and more had 3 to 5 times the error.
     """
     row_maxes, log_sums = all_gather(torch.stack([row_max, log_sum]), group, ranks).unbind(1)
     return lse_of_shards(row_maxes - row_max + log_sums)
@@ -54,32 +74,66 @@ def check_shards(op: str, num_classes: int, ranks: int, tile: int) -> None:
         refuse_hole(op, "shards of parts of tiles", num_classes=num_classes, ranks=ranks, tile=tile, rows=rows)
 
 
+def shards_of_classes(classes: slice, ranks: int) -> list[slice]:
+    """The classes of each of `ranks` shards. Each has ceil(V / R) classes; the last ones have fewer or none."""
+    rows = shard_rows(classes.stop - classes.start, ranks)
+    ends = [min(classes.start + rank * rows, classes.stop) for rank in range(ranks + 1)]
+    return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
+
+
+def class_weights_of_shards(
+    weight: Tensor | None,  # (V,)
+    shards: Sequence[slice],  # the classes of each
+    like: Tensor,
+) -> Tensor:  # (R,)
+    """The sum of the class weights of each shard."""
+    if weight is None:
+        return torch.stack([like.new_full((), classes.stop - classes.start) for classes in shards])
+    return torch.stack([weight[classes].to(like.dtype).sum() for classes in shards])
+
+
+def logit_sum_of_shards(
+    logit_sums: Tensor,  # (R, N), as is the next
+    log_share: Tensor,
+    class_weights: Tensor,  # (R,)
+) -> Tensor:  # (N,)
+    """sum_j w_j (z_j - lse) from each shard's sum_j w_j (z_j - lse_r). The two lse count as constants.
+
+    log_share is cut off at the lowest finite number, for shards whose classes are none or are switched off.
+    """
+    log_share = log_share.detach().clamp(min=torch.finfo(log_share.dtype).min)
+    return (logit_sums + class_weights[:, None] * log_share).sum(0)
+
+
 class Exchange:
     """Combines the numbers of a chunk's shards into those of whole rows."""
 
-    def __init__(self, group: str | None, ranks: int) -> None:
-        self.group, self.ranks = group, ranks
+    def __init__(self, group: str | None, ranks: int, class_weights: Tensor | None = None) -> None:
+        self.group, self.ranks, self.class_weights = group, ranks, class_weights  # (R,), for a logit sum
 
     def whole_rows(
         self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns lse, the share, target_logit, logit_sum and argmax, (n,) each, from this rank's two or three numbers
-        and its (max_logit, argmax).
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Returns lse, its rest, the share, target_logit, logit_sum and argmax, (n,) each, from this rank's numbers
+        (lse, its rest, target_logit and perhaps logit_sum) and its (max_logit, argmax).
 
         The share is this rank's part of the softmax's denominator. The shares of a row add up to 1, however lse is
         rounded.
         """
-        smoothed = len(per_shard) == 3
+        smoothed = len(per_shard) == 4
         if self.ranks == 1:
-            lse, target_logit = per_shard[:2]
-            logit_sum = per_shard[2] if smoothed else None
-            return lse, torch.ones_like(lse), target_logit, logit_sum, None if largest is None else largest[1]
+            lse, rest, target_logit = per_shard[:3]
+            logit_sum = per_shard[3] if smoothed else None
+            return lse, rest, torch.ones_like(lse), target_logit, logit_sum, None if largest is None else largest[1]
         numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
         gathered = self.gather(torch.stack(numbers))
-        lse, sums = lse_of_shards(gathered[:, 0]), gathered[:, 1:3].sum(0)
-        share = (per_shard[0] - lse).exp() / (gathered[:, 0] - lse).exp().sum(0)
+        lse, rest, log_share = log_shares(gathered[:, 0], gathered[:, 1])
+        logit_sum = None
+        if smoothed:
+            logit_sum = logit_sum_of_shards(gathered[:, 3], log_share, cast(Tensor, self.class_weights))
+        share = ((per_shard[0] - lse) + (per_shard[1] - rest)).exp() / log_share.exp().sum(0)
         column = None if largest is None else argmax_of_shards(gathered[:, -2], gathered[:, -1])
-        return lse, share, sums[0], sums[1] if smoothed else None, column
+        return lse, rest, share, gathered[:, 2].sum(0), logit_sum, column
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         return all_gather(numbers, self.group, self.ranks)
@@ -90,11 +144,15 @@ class Exchange:
         """The numbers of all ranks' tiles of classes, in the order of the classes."""
         return self.gather(per_tile.contiguous()).flatten(0, 1)[:tiles]
 
+    def classes(self, per_class: Tensor, num_classes: int) -> Tensor:  # (v,) -> (V,)
+        room = shard_rows(num_classes, self.ranks) - per_class.shape[0]
+        return self.tiles(pad(per_class, (0, room)), num_classes)
+
     def finish_statistics(
         self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
     ) -> None:
-        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. Takes
-        one more exchange.
+        """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. This
+        takes one more exchange between the ranks.
         """
         if own.lse is None:
             return
@@ -107,8 +165,8 @@ class Exchange:
 
 
 def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # (N,) each, to be filled in
-    """Memory for the statistics that a rank sends the others. They include its lse, which weighs the others. The argmax
-    is exchanged with each chunk.
+    """Memory for the statistics that a rank sends the others. They include the rank's lse, because every statistic is
+    weighted by the rank's share of the probability. The argmax is not included; it is exchanged with each chunk.
     """
     if not any(asked[1:]):
         return TokenStatistics()

@@ -1,17 +1,17 @@
 """A sparse logit gradient: which entries of a row are kept, and what values they get.
 
 h_i is the user's threshold times |l_i s|, where s is the logit scale. Without z-loss and softcap this compares p_ij -
-q_ij with the threshold, q being the target's distribution, whatever the token's weight or grad_output is.
+q_ij with the threshold, q being the target's distribution, for any token weight and any grad_output.
 
     "unbiased"    if |G_ij| >= h_i: unchanged     else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
     "drop"        if |G_ij| >= h_i: unchanged     else 0
-    "tiles"       a tile is 0 if none of its entries is that large and no token has its target in it; else unchanged
+    "tiles"       a tile becomes 0 if all its |G_ij| < h_i and no token has its target in it; else unchanged
 
 A tile is LIVE consecutive valid tokens by LIVE classes, as in Cut Cross-Entropy's filter (Wijmans et al., 2024), whose
 threshold is 2^-12.
 
 Over seeds, "unbiased" has the mean G. An entry below h_i has the variance |G_ij| (h_i - |G_ij|). One random number
-serves a row's tile of TILE classes (systematic sampling). With u uniform in [0, 1):
+decides for all classes of a tile, TILE classes of a row (systematic sampling). With u uniform in [0, 1):
 
     q_ij = min(|G_ij| / h_i, 1)            the expected number of times that the entry is kept
     C_ij = u + sum_k q_ik                  over the classes k <= j of the tile
@@ -19,16 +19,16 @@ serves a row's tile of TILE classes (systematic sampling). With u uniform in [0,
 
 So a tile keeps as many entries as the sum of its q, rounded up or down. If the rows of linear_weight share a direction,
 the error of grad_input along this direction is then small (docs/numerics.md compares other ways to draw). Different
-tokens and tiles are independent. q is counted in units of 2^-26: sums of integers do not depend on their order, and so
-neither do the entries that are kept. Before a q is rounded down to an integer, a second random number of the tile is
-added, so that a q far below one unit is kept as often as it should be.
+tokens and tiles are independent. q is an integer in units of 2^-26. Sums of integers do not depend on their order, so
+the kept entries do not depend on it either. Before a q is rounded down to an integer, a second random number of the
+tile is added, so that a q far below one unit is kept as often as it should be.
 
 u is a function of the seed, the token's place in the call and the tile. It does not depend on chunks, on the order of
 execution, or on other tokens. Ranks that share the vocabulary exchange the sums of q of a tile that they share, so they
 keep the entries that one device would keep. A second forward with the same seed (a checkpoint's, a captured graph's)
-keeps the same entries. All this concerns the draws. A Triton step also makes the exact gradient of blocks of classes
-that many tokens keep (triton/sparse/sparse_or_dense.py), each rank for its own blocks; ATen does not. The function is
-the finaliser of MurmurHash3, applied three times.
+keeps the same entries. u is computed by the finaliser of MurmurHash3, applied three times. In Triton there is one
+difference: blocks of classes that many tokens keep get their exact gradient (triton/sparse/sparse_or_dense.py), and
+each rank decides this for its own blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +41,11 @@ from torch import Tensor
 
 TILE = 2048  # classes that share a random number
 LIVE = 128  # tokens and classes of a tile in the mode "tiles"
-BITS = 26  # fraction bits of q: the sum of sixteen fits an int32
+BITS = 26  # fraction bits of q; a sum of sixteen q fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: spreads neighbouring numbers before they are mixed
 Mode = Literal["unbiased", "drop", "tiles"]
-Operand = Literal["both", "input", "linear_weight"]  # which gradients are made from the kept entries
+Operand = Literal["both", "input", "linear_weight"]  # which gradients use only the kept entries
 MODES, OPERANDS = get_args(Mode), get_args(Operand)
 
 
@@ -63,7 +63,7 @@ class SparseGradient(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What the random numbers of rows depend on besides the seed."""
+    """What the random numbers of rows depend on, apart from the seed and the tile."""
 
     token: Tensor  # (N,) int64, each token's place in the call
 
@@ -81,8 +81,8 @@ class Shard(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # gathers a tensor of every rank, (...) -> (R, ...)
 
     def shares_before(self, last: Tensor) -> Tensor:  # (n,) -> (n,)
-        """The sum of q that earlier ranks have in this rank's first tile, modulo 1, since only the fraction matters.
-        `last` is this rank's sum over its last tile.
+        """The sum of q over the classes of this rank's first tile that earlier ranks have, modulo 1, because only the
+        fraction matters. `last` is this rank's sum over its last tile.
         """
         if self.rows % TILE == 0:
             return torch.zeros_like(last)
@@ -95,15 +95,17 @@ class Shard(NamedTuple):
 def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
     """The most entries that a row can keep.
 
-    Probabilities, each rounded up by at most 2^-8, add up to at most 1 / threshold. A target's entry adds 1, and every
-    tile may round its number up.
+    The q of a row add up to at most 1 / threshold, times 1 + 2^-8 because the stored probabilities are rounded. Every
+    target adds one entry, and every tile may round its number of entries up.
     """
     tiles = -(-num_classes // TILE)
     return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 1 + topk + tiles)
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of [0, 2^32), in int64. Products wrap around, and their low 32 bits are right."""
+    """A bijection of [0, 2^32), in int64. Products may overflow int64, but their low 32 bits, which are used, are
+    right.
+    """
     x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""Statistics of rows of logits: what they need from the forward operator, and how they follow from its results.
+"""Statistics of rows of logits: what the forward operator must return for them, and how they follow from its results.
 
 With z the row of logits (scaled, capped and divided by the temperature), p = softmax(z) and V classes:
 
@@ -15,7 +15,7 @@ If ranks share the vocabulary, with s_r = exp(lse_r - lse) the part of the softm
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     target_logit: Tensor  # (N, K) with a target (N, K)
     lse: Tensor
-    logit_sum: Tensor | None
+    logit_sum: Tensor | None  # sum_j w_j (z_j - lse), where lse counts as a constant
     lse_rest: Tensor | None = None  # what the rounding of lse took from it
     expected_log_prob: Tensor | None = None
     argmax: Tensor | None = None
@@ -56,6 +56,11 @@ def asked_of_forward(asked: Statistics) -> dict[str, bool]:
     }
 
 
+def asked_of_rows(problem: Any) -> dict[str, bool]:
+    """The same, and what the losses of a cross-entropy need. `problem` is TokenLosses, or a call."""
+    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
+
+
 def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:
     """The statistics from the forward operator's results, detached."""
     _, lse, _, expected_log_prob, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
@@ -65,7 +70,7 @@ def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> Token
 
 
 def statistics_of_shards(asked: Statistics, per_shard: TokenStatistics) -> TokenStatistics:  # (R, N) -> (N,)
-    """`per_shard` has every rank's lse, and the requested ones of entropy, log_sum_sq_probs and mean_logit."""
+    """`per_shard` has every rank's lse, and entropy, log_sum_sq_probs and mean_logit as far as they are requested."""
     lse, entropy, squares, mean_logit = per_shard[1:]
     log_share = lse.log_softmax(0)
     share = log_share.exp()

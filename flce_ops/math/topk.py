@@ -1,5 +1,5 @@
-"""Targets with several classes a token: (N, K) class indices, some of which may be ignore_index. A target (N,) has one
-class a token.
+"""Targets with several classes per token: (N, K) class indices, some of which may be ignore_index. A target (N,) has
+one class per token.
 
 A token is valid if any of its classes is not ignore_index.
 """

@@ -5,7 +5,7 @@ follow from this class. So shapes, dtypes and errors cannot differ between eager
 package, this folder imports only math, objectives and support.
 
 arguments.py, call.py            each operator's arguments and results as a class; how a class becomes schema and call
-all_classes.py                   tokens without a support, by the operators of a head
+all_classes.py                   tokens without a support, which have all classes
 results.py                       the kinds of results, and how each is allocated
 outputs.py                       runs the checks of a call, and allocates its results
 checks.py                        checks of operands that operators share

@@ -1,10 +1,12 @@
-"""Tokens without a support among those that have one: they have all classes, by the operators of a head.
+"""Tokens whose support is empty, in a call with a support. They have all classes, so the ordinary operators of a head
+compute them.
 
     sizes     3  1  0  2  0           target    7  4  5  2  -100
     of a head, with the target        -  -  5  -  -                 the others as ignored tokens
 
-Where no token is left, a CPU sees that and calls nothing. On CUDA only the device knows: the kernels are launched, and
-those of a chunk without tokens leave at once. They get little of the workspace, as mostly nothing needs it.
+If there are no such tokens, a CPU does not call these operators. On CUDA only the device knows, so the kernels are
+launched and return immediately if their chunk has no token. These kernels get a small part of the workspace, because
+usually there are no such tokens.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from ..support.workspace import get_workspace, reserved
 from .arguments import Backward, Forward, SupportBackward, SupportForward
 from .outputs import Gradients, outputs
 
-WORKSPACES_OF_OTHERS = 8  # of the workspace one part is theirs
+WORKSPACES_OF_OTHERS = 8  # these kernels get 1 / 8 of the workspace
 
 
 def tokens_of_all_classes(call: SupportForward | SupportBackward) -> Tensor | None:  # (N,) bool, None for none
@@ -31,7 +33,7 @@ def of_head(call: SupportForward | SupportBackward, tokens: Tensor) -> Operands:
 
 
 def with_all_classes(call: SupportForward, results: Sequence[Tensor]) -> None:
-    """Fills in what `results` are at the tokens without a support."""
+    """Writes the results of the tokens without a support into `results`."""
     tokens = tokens_of_all_classes(call)
     if tokens is None:
         return
@@ -43,7 +45,9 @@ def with_all_classes(call: SupportForward, results: Sequence[Tensor]) -> None:
 
 
 def gradients_of_all_classes(call: SupportBackward) -> tuple[Gradients, bool]:
-    """The results, and whether the gradients of the tokens without a support are in them; else they hold nothing."""
+    """Returns the gradients, and whether they hold the part of the tokens without a support. If not, they are
+    uninitialised.
+    """
     tokens = tokens_of_all_classes(call)
     if tokens is None:
         return outputs(call), False

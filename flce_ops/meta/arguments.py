@@ -63,13 +63,13 @@ class Forward(Arguments, keyword_from="ignore_index"):
     ignore_index: int = -100
     logit_sum: bool = False
     logits: LogitOptions
-    vocab_start: SymInt = 0  # for a shard: its first class; vocab_size: the classes of all shards
+    vocab_start: SymInt = 0  # a shard's first class; vocab_size is then the number of classes of all shards
     vocab_size: OptionalSymInt = None
     expected_log_prob: bool = False
     argmax: bool = False
     log_sum_sq_probs: bool = False
-    mean_logit: bool = False  # for a shard: its part of the mean over the classes of all shards
-    retain: SymInt = 0  # how many rows save their logits for backward, from the first valid token on
+    mean_logit: bool = False  # return the mean logit; of a shard, its part of the mean over all shards
+    retain: SymInt = 0  # the logits of this many valid tokens, the first ones, are saved for backward
     main_grad: Tensor | None = None  # (V, D), to which backward adds grad_linear_weight; forward does not write to it
     sparse: SparseGradient  # for backward
     # for backward; and over shards, if `group` is given: results of whole rows, with the bits of one rank
@@ -94,7 +94,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), the logits that forward saved
     sparse: SparseGradient
-    batch_invariant: bool = False  # rows of grad_input by themselves: the same bits whatever the other tokens are
+    batch_invariant: bool = False  # the bits of a row of grad_input must not depend on other tokens
 
 
 class BackwardInPlace(Backward, keyword_from="ignore_index"):
@@ -297,7 +297,9 @@ class RowOperands(NamedTuple):
 
 
 class SupportForward(Arguments, keyword_from="ignore_index"):
-    """Rows of the classes of a support, by gathers; of a token without one all classes, as Forward."""
+    """The numbers of a row over the classes of the token's support. A token without a support has all classes, as in
+    Forward.
+    """
 
     op = "linear_support_forward"
     results = (
@@ -324,7 +326,7 @@ class SupportBackward(Arguments, keyword_from="ignore_index"):
     cotangents: Cotangents
     operands: RowOperands
     support: Support
-    products: Tensor  # (E,), what forward found of these operands
+    products: Tensor  # (E,), the products input . linear_weight that forward computed
     lse: Tensor  # (N,)
     ignore_index: int = -100
     logits: LogitOptions

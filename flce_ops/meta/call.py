@@ -1,7 +1,7 @@
-"""A call of an operator, declared as a class. The class gives the schema, the argument of kernels, and what autograd
-saves.
+"""A call of an operator, declared as a class. The schema is generated from the class. Kernels take an instance of it,
+and autograd saves one.
 
-class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in its order; a group stands for its fields
+class WithGrad(Arguments, keyword_from="ignore_index"):      the schema, in the same order; a group becomes its fields
     operands: Operands                                       (Tensor input, Tensor linear_weight, ...,
     reduction: Reduction                                      Tensor? row_scale, Tensor? denominator=None, *,
     ignore_index: int = -100                                  int ignore_index=-100,
@@ -50,7 +50,7 @@ class Arguments:
 
     choice: Choice = Choice()  # the chosen path and notes on its run, for flce_ops.last_path()
     notes: tuple[str, ...] = ()
-    all_count = False  # whether no token is known to be ignored
+    all_count = False  # whether all tokens are known to be valid
 
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
@@ -65,6 +65,11 @@ class Arguments:
     defaults: ClassVar[list[Any]]
     # name, group or None, index of the first value, index after the last
     fields: ClassVar[list[tuple[str, Any, int, int]]]
+    alone: ClassVar[dict[str, int]]  # fields that are no groups, and their indices
+    groups: ClassVar[list[tuple[str, Any, slice]]]  # name, group, indices
+    names: ClassVar[frozenset[str]]  # of all fields
+    usual: ClassVar[dict[str, Any]]  # groups whose fields all have defaults
+    tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
 
@@ -92,6 +97,11 @@ class Arguments:
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
+        cls.alone = {name: start for name, group, start, _ in cls.fields if group is None}
+        cls.groups = [(name, group, slice(start, stop)) for name, group, start, stop in cls.fields if group]
+        cls.names = frozenset(name for name, *_ in cls.fields)
+        cls.usual = {name: group() for name, group, _ in cls.groups if len(group._field_defaults) == len(group._fields)}
+        cls.tensors = [index for index, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 
@@ -123,8 +133,9 @@ class Arguments:
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
         fields = call.__dict__
-        for name, group, start, stop in cls.fields:
-            fields[name] = values[start] if group is None else group._make(values[start:stop])
+        fields.update(zip(cls.alone, map(values.__getitem__, cls.alone.values())))
+        for name, group, indices in cls.groups:
+            fields[name] = tuple.__new__(group, values[indices])
         return call
 
     @classmethod
@@ -135,13 +146,13 @@ class Arguments:
         return cls.of(values)
 
     @classmethod
-    def like(cls: type[Self], call: "Arguments", **own: Any) -> Self:
-        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be of another
-        operator.
+    def like(cls: type[Self], call: Any, **own: Any) -> Self:
+        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be a call of
+        another operator, or a TokenLosses.
         """
         made, known = cls.__new__(cls), vars(call) | own
-        for name, group, _, _ in cls.fields:
-            made.__dict__[name] = known[name] if name in known else group() if group else getattr(cls, name)
+        made.__dict__.update(cls.usual)
+        made.__dict__.update({name: known[name] for name in cls.names & known.keys()})
         return made
 
     @property
@@ -152,25 +163,34 @@ class Arguments:
 
     def dispatched(self) -> Any:
         """What its operator returns."""
-        return self.run(getattr(ops, self.op), self.values())
+        values = self.values()
+        return getattr(ops, self.op)(*values[: self.positional], **self.named_of(values))
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
-        """A copy of the call with change(name, value) in place of its values."""
+        """A copy of the call in which change(name, value) replaces each value."""
         call = self.of([change(name, value) for name, value in zip(self.index, self.values())])
         call.choice, call.notes = self.choice, self.notes
         return call
 
     def values(self) -> list[Any]:
-        values: list[Any] = []
-        for name, group, _, _ in self.fields:
-            value = getattr(self, name)
-            values += [value] if group is None else value
+        values: list[Any] = [None] * len(self.arguments)
+        for name, index in self.alone.items():
+            values[index] = getattr(self, name)
+        for name, _, indices in self.groups:
+            values[indices] = getattr(self, name)
         return values
+
+    @classmethod
+    def named_of(cls, values: Sequence[Any]) -> dict[str, Any]:
+        """The keyword arguments without defaults, which the dispatcher fills in faster than it takes them."""
+        count = cls.positional
+        named = zip(cls.keywords, values[count:], cls.defaults[count:])
+        return {name: value for name, value, default in named if value is not default}
 
     @classmethod
     def run(cls, op: Callable, values: Sequence[Any]) -> Any:
         """Calls `op` with these values."""
-        return op(*values[: cls.positional], **dict(zip(cls.keywords, values[cls.positional :])))
+        return op(*values[: cls.positional], **cls.named_of(values))
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -187,7 +207,9 @@ def schema_type(hint: Any) -> str:
 
 
 def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
-    """Decorates a function of such a call, so that it also takes the operator's own arguments."""
+    """Decorates a function that takes an instance of `arguments`, so that it can be called with the operator's
+    arguments instead.
+    """
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)

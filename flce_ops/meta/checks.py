@@ -15,13 +15,13 @@ from ..support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
 
-DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual types, which need no further questions
+DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual types, which need no further check
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
 
 
 def check_operands(op: str, operands: Operands, *, topk: bool = False) -> None:
-    """With `topk`, target may be (N, K)."""
+    """Checks input, linear_weight, target, linear_bias and class weights. With `topk`, target may be (N, K)."""
     input, linear_weight, target, linear_bias, weight = operands
     tensors: dict[str, Any] = {
         "linear_weight": linear_weight,
@@ -81,7 +81,7 @@ def check_dense(op: str, **tensors: Tensor | None) -> None:
                 "row, input.values() and target.values() of the jagged layout, or pad them"
             )
         if is_quantized(tensor):
-            # torchao's NF4Tensor has a dequantize, but it converts something else
+            # torchao's NF4Tensor has a method dequantize, but it does not return the weight
             way = "get_original_weight" if hasattr(tensor, "get_original_weight") else "dequantize"
             raise TypeError(
                 f"{op}: expected {name} to be a dense tensor, got a quantized one of type {type(tensor).__name__}; "
@@ -104,7 +104,7 @@ def check_unpacked(op: str, name: str, weight: Tensor) -> None:
 
 
 def swapped_with_target(name: str, tensor: Tensor) -> str:
-    """The end of an error about the dtype of `tensor`, or nothing."""
+    """A hint at the end of an error about a dtype, if `tensor` and the target may have been swapped; otherwise ""."""
     indices = tensor.dtype in TARGET_DTYPES
     return f", which class indices have; are {name} and target swapped?" if indices else ""
 

@@ -1,5 +1,5 @@
-"""What every inner operator does before any work, in its fake kernel and in its real ones: runs checks, allocates
-results.
+"""What every inner operator does first, in its fake kernel and in its real kernels: it checks the arguments and
+allocates the results.
 
 A check belongs to a group of arguments or to an argument's name. It runs for each operator that has such arguments.
 """
@@ -66,7 +66,9 @@ def outputs(call: Any) -> Any:
 
 @functools.cache
 def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], None], Callable | None]]:
-    """The checks, each with a getter of the argument that it checks if that argument may be None."""
+    """The checks of an operator. Each comes with a function that gets the checked argument from a call, if that
+    argument may be None.
+    """
     found: list[tuple[Callable[[str, Any], None], Callable | None]] = []
     for kind, check in CHECKS.items():
         for name, group, start, stop in arguments.fields:
@@ -85,7 +87,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
     first = operands[0]
     tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
     for _, shape, asked, _, dtype, operand in results:
-        like, size, dtype = first, tokens, dtype or accumulate
+        like, size = first, tokens
         if operand:
             of = getattr(operands, operand)
             # grad_linear_bias has this shape even without a linear_bias
@@ -95,13 +97,13 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
             size = 0
         elif shape is not None:
             size = shape(call)
-        found.append(like.new_empty(size, dtype=dtype))
+        found.append(like.new_empty(size, dtype=dtype or accumulate))
     return tuple(found)
 
 
 def check_head(op: str, call: Any) -> None:
     operands = call.operands
-    if isinstance(call, VocabParallelWithGrad):  # its class weights are those of all ranks
+    if isinstance(call, VocabParallelWithGrad):  # its class weights cover the classes of all ranks
         check_operands(op, operands._replace(weight=None))
         return
     topk = isinstance(operands, Operands)
@@ -155,13 +157,19 @@ def check_row(name: str) -> Callable[[str, Any], None]:
     return check
 
 
-def check_number(name: str) -> Callable[[str, Any], None]:
-    """Of all tokens, or one for each."""
+def check_number(name: str, beside: str) -> Callable[[str, Any], None]:
+    """A check that the argument is one number for all tokens or one for each token, as the number `beside` is."""
 
     def check(op: str, call: Any) -> None:
         number = call.values()[call.index[name]]
         if number.dim() == 1 and not isinstance(call, LowRankWithGrad):
             check_per_row(op, call.operands, **{name: number})
+            other = call.values()[call.index[beside]]
+            if other is not None and other.dim() == 0:
+                raise ValueError(
+                    f"{op}: expected {beside} of shape {tuple(number.shape)} as {name} is, or both as 0-d tensors, got "
+                    f"a 0-d tensor; pass {beside}.expand({number.shape[0]})"
+                )
         elif number.dim():
             raise ValueError(f"{op}: expected {name} to be a 0-d tensor, got shape {tuple(number.shape)}")
 
@@ -255,7 +263,11 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
         for objective in RowObjective.named.values()
     },
     **{name: check_row(name) for name in TOKENS},
-    **{name: check_number(name) for name in ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale")},
+    **{
+        of + name: check_number(of + name, of + beside)
+        for of in ("", "teacher_")
+        for name, beside in (("softcap", "logit_scale"), ("logit_scale", "softcap"))
+    },
     "target_weight": check_target_weight,
     "grad_target_logit": check_grad_target_logit,
     GradGrads: check_grad_grads,

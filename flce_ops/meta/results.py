@@ -1,4 +1,5 @@
-"""The results of each operator, declared once: schema, allocation, and values at ignored tokens.
+"""The kinds of results of the operators. A kind says how a result appears in the schema, how it is allocated, and what
+it is at ignored tokens.
 
 scalar     ()                token        (N,), or (0,) if not requested
 topk       (N,) or (N, K)    class_index  (N,) int64
@@ -27,7 +28,7 @@ BY_TOKEN = ("input", "low_rank_input", "logits")  # operands (N, ...) that may h
 
 class Result(NamedTuple):
     name: str
-    shape: Callable[[Any], Sequence[int]] | None = None  # from a call; None: (N,), or the operand's shape
+    shape: Callable[[Any], Sequence[int]] | None = None  # takes a call; None: (N,), or the operand's shape
     # whether a call requests it, otherwise it is (0,); None: always requested
     asked: Callable[[Any], Any] | None = None
     at_ignored: AtIgnored | None = ZERO  # None: it has no entry for each token

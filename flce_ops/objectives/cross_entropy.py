@@ -2,7 +2,10 @@
 
 With z the row of logits (scaled and capped), w the class weights, eps the label smoothing and V classes:
 
-    loss = (1 - eps) w_y (lse - z_y)  +  eps / V (sum_j w_j lse - sum_j w_j z_j)  +  z_loss lse^2
+    loss = (1 - eps) w_y (lse - z_y)  -  eps / V sum_j w_j (z_j - lse)  +  z_loss lse^2
+
+Both terms are differences from lse, so an offset that all logits share costs them no digits. `logit_sum` is the second
+sum, sum_j w_j (z_j - lse).
 
 A soft target has K classes y_k with weights q_k, and sum_k q_k w_yk (lse - z_yk) in place of w_y (lse - z_y). The terms
 of equal classes are added.
@@ -16,7 +19,7 @@ from torch import Tensor
 from ..math.log_probs import surprisal
 from ..math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
 from ..math.reduction import class_weight_of
-from .language import RowFunction, number, times
+from .language import RowFunction, constant, number, times
 from .row import RowObjective
 
 # N tokens, K classes of each, V vocabulary
@@ -73,7 +76,7 @@ class CrossEntropy(RowObjective):
             of_all = loss.options.label_smoothing
             if loss.class_weight_sum is not None:
                 of_all = smoothing * number(loss.class_weight_sum, 1.0)
-            value = value + (of_all * lse - smoothing * logit_sum)
+            value = value + (of_all * (lse - constant(lse)) - smoothing * logit_sum)
             d_lse = d_lse + of_all
         if loss.options.z_loss is not None:
             z_loss = number(loss.options.z_loss, 0.0)

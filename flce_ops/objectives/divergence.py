@@ -17,11 +17,13 @@ add up to 1, as in a truncated top-k.
 
 Where p_j = q_j, total variation has a kink. There d is -1/2, the middle of its subgradients. "tv" and "nla" share d,
 because min(p, q) = (p + q - |p - q|) / 2. The derivative of |p - q| / 2 is sign(q - p) / 2. d is that minus 1/2, since
-a constant of the row does not change G. With this constant, d - K does not cancel if hardly anything is accepted.
+a constant of the row does not change G. With this constant, d - K loses no digits to cancellation if the acceptance
+rate is near 0.
 
 Logarithms, their differences, d and K are in nats in ATen, and in base 2 in a kernel. K is divided by the sum of the
-stored, rounded q. Otherwise G would keep 1e-6 of K in rows where it is 0: those where log q - log p (or log q - log m)
-is the same for all classes with probability, as for models that agree, or for a confident student that disagrees.
+stored, rounded q. Without this, G would have an error of 1e-6 K in rows where the exact G is 0. These are rows where
+log q - log p (or log q - log m) is equal for all classes with probability: both models agree, or a confident student
+disagrees.
 """
 
 from collections.abc import Callable
@@ -67,15 +69,17 @@ def log_ratio(log_q: Tensor, log_p: Tensor, q: Tensor) -> Tensor:
 def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """log q - log m = -log(1 - beta + beta e^a), log p - log m = -log(beta + (1 - beta) e^-a), with a = log p - log q.
 
-    In this form the error of both is relative to their own size, which beta bounds. Computing log m would bring an
-    error relative to the size of log q.
+    In this form the rounding error is relative to the size of the result, which is bounded for a given beta. If log m
+    were computed first, the error would be relative to the size of log q.
     """
     a, own, others = log_p - log_q, torch.log1p(-beta), beta.log()
     return log_of_sum(a + others, own).neg_(), log_of_sum(own - a, others).neg_()
 
 
 def log_of_sum(x: Tensor, y: Tensor) -> Tensor:
-    """torch.logaddexp without its flaw: on a CPU its bits depend on a number's place in memory."""
+    """Same as torch.logaddexp, whose bits on a CPU depend on a number's place in memory; the bits of this function do
+    not.
+    """
     return torch.maximum(x, y).add_((x - y).abs_().neg_().exp_().log1p_())
 
 
@@ -90,8 +94,8 @@ class EntryFunction(RowFunction):
 
 
 class Divergence:
-    """A divergence: the terms of an entry, whose sums over the row end with the mass of p or q; the results of these
-    sums; G of an entry.
+    """A divergence, in three functions: the terms that an entry adds to the sums of its row (the last sum is that of p
+    or of q); the divergence and K from these sums; and G of an entry.
     """
 
     of_student: ClassVar[bool] = True  # K is a sum over the student's distribution q
@@ -125,7 +129,7 @@ class Forward(Divergence):
 
 
 class ClassProbabilities(Divergence):
-    """K is the mass of p. p may be negative. It may be the user's tensor, so it is not written to."""
+    """K is the sum of p. p may be negative. p may be the user's tensor, so nothing is written to it."""
 
     of_student, of_given_p = False, True
 

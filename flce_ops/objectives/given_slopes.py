@@ -1,5 +1,5 @@
-"""An objective with given slopes: the cotangents of the row numbers that backward receives, whatever loss they come
-from.
+"""An objective whose slopes are given: they are the cotangents of a row's numbers that backward receives from autograd,
+for any loss.
 """
 
 from .language import RowFunction, of_tokens, where

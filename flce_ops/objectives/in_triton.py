@@ -1,4 +1,4 @@
-"""The words of language.py for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
+"""The operations of language.py for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2 = tl.constexpr("lg2.approx.f32 $0, $1;")
-LARGE = tl.constexpr(64.0)  # in base 2: beside e^a with a larger a, 1 no longer counts
+LARGE = tl.constexpr(64.0)  # in base 2: for a larger a, 1 + 2^a equals 2^a in float32
 
 
 @triton.jit
@@ -78,7 +78,8 @@ def log_ratio(log_q, log_p, q):
 
 @triton.jit
 def log2_within_2_22(x):
-    """log2 within 2^-22: absolute between 0.5 and 2, relative elsewhere. Stored logits are within 2^-12.
+    """log2 within 2^-22: absolute between 0.5 and 2, relative elsewhere. That is enough, because the stored logits have
+    errors of up to 2^-12.
 
     tl.log2 is a polynomial of 25 instructions an entry, a third of the work of "jsd".
     """

@@ -1,5 +1,5 @@
-"""Functions of rows that are written once. This file has the words that they may use, for tensors; in_triton.py has
-them for kernels.
+"""Functions of rows that are written once, for tensors and for kernels. This file has the operations ("words") that
+such a function may use, for tensors; in_triton.py has the same ones for kernels.
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
@@ -36,7 +36,9 @@ def of_tokens(values: Tensor, at: Any) -> Tensor:
 
 
 def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
-    """factor * values. If one is the number 1, no operation runs: on few numbers its overhead would dominate."""
+    """factor * values. If either is the number 1, no operation runs, because for small tensors the overhead of a launch
+    dominates.
+    """
     if isinstance(factor, float) and factor == 1.0:
         return values
     return factor if isinstance(values, float) and values == 1.0 else factor * values

@@ -1,7 +1,7 @@
 """The loss of one token under a policy, as a function of its log-probability.
 
 Let A be the advantage, r = exp(log_prob - old) the ratio, clip(r) = min(max(r, 1 - clip_low), 1 + clip_high), c =
-dual_clip and d = log_prob - ref. If the policy is its own old policy, r is 1, but has a derivative.
+dual_clip and d = log_prob - ref. Without old log-probabilities, r is 1 but still has a derivative.
 
     "ppo"      max(-A r, -A clip(r)); if A < 0, at most -A c         "k1"   d
     "cispo"    -A clip(r) log_prob, where clip(r) is a constant      "k2"   d^2 / 2

@@ -6,9 +6,10 @@
 
     G_ij = (l_i p_ij + a_i [j = y_i] + m_i w_j) dz/du        l = g d_lse,   a = -g slope,   m = g d_sum
 
+logit_sum_i is sum_j w_j (z_ij - lse_i), in which lse_i counts as a constant: its derivative by z_ij is w_j.
 `slope` is the derivative of the value by the surprisal. d_lse is the derivative of the loss by lse through all terms. g
-is the scale of the row. of_target is linear in `weight`, which is the class weight of the target times, with soft
-targets, the weight of the class for the token.
+is the scale of the row. of_target is linear in `weight`. `weight` is the class weight of the target; with soft targets,
+multiplied by the class's weight q_k for the token.
 
 An objective is a class with two RowFunctions (language.py). ATen calls them on tensors, and Triton kernels on a block
 of rows. Their inputs are the fields of RowNumbers.
@@ -41,11 +42,11 @@ class Nothing(NamedTuple):
 
 
 Self = TypeVar("Self", bound="RowObjective")
-Slope = Any  # (N,), or (N, K) for such a target; one number if all tokens share it
+Slope = Any  # (N,), or (N, K) for a target (N, K); one number if it is equal for all tokens
 
 
 class RowObjective(RowNumbers):
-    bounded: ClassVar[bool] = False  # a slope of 0 gives a gradient of 0, even if the loss is divided by 0
+    bounded: ClassVar[bool] = False  # if the slope is 0, the gradient is 0, even if the loss is divided by 0
     of_target: ClassVar[RowFunction]
 
     # for an objective with its own operators, a loss of log-probabilities: flce_ops/entry/row_loss.py
@@ -98,8 +99,8 @@ class RowObjective(RowNumbers):
         lse: Tensor,  # (N,)
         logit_sum: Tensor | None,  # (N,), with label smoothing
     ) -> tuple[Tensor, tuple[Slope, Slope]]:  # (N,)
-        """In ATen: returns the losses, and their slopes by the target's logit and by lse. All can be differentiated
-        once more.
+        """In ATen: returns the losses, and their slopes by the target's logit and by lse. The losses and slopes are
+        differentiable.
         """
         value, slope = self.of_target.source(surprisal, self.weight, None, self)
         of_all_targets = slope

@@ -7,7 +7,7 @@ function.py                      the base class of every operator's derivative
     made_in_forward.py           the derivative of a scalar loss whose gradients forward makes
     with_grad_autograd.py        such losses of a head, and their gradients under create_graph
     kl_div_autograd.py, cross_entropy_autograd.py, support_autograd.py
-support_rows.py                  the forward operator of a support, called as that of a head is
+support_rows.py                  the forward operator of a support, with the interface of a head's
 saved_logits.py                  for how many tokens logits are saved for backward
 grad_output.py                   multiplies gradients made in forward by the factor that backward receives
 autocast.py, flops.py            kernels on autocast's keys; formulas for torch.utils.flop_counter

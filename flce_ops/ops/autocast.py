@@ -15,7 +15,7 @@ OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands as autocast passes them to F.linear: floating tensors but float64 in the autocast dtype."""
+    """Casts the operands as autocast does for F.linear: floating tensors, but not float64 ones, to autocast's dtype."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)
@@ -38,7 +38,8 @@ def autocast_call(call: Any) -> None:
 def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:
     """An autocast kernel: casts the operands, and switches autocast off for the products inside.
 
-    Backward operators and operators of given logits cast nothing: they get what forward saw, or what the caller made.
+    Backward operators and operators of given logits cast nothing: backward gets the operands that forward used, and
+    given logits keep the caller's dtype.
     """
     casts = [index for name, index in arguments.index.items() if name in OPERANDS]
     if "_backward" in op._schema.name:

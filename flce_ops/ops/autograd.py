@@ -74,7 +74,7 @@ class ForwardFunction(OperatorFunction):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        if ctx.traced is not None:  # here: all of the traced forward is known
+        if ctx.traced is not None:  # by now the whole forward graph has been traced
             save_without_version_check(ctx.traced, ops.linear_cross_entropy_forward.default)
         gradients = backward.like(
             call,
@@ -112,7 +112,7 @@ class BackwardFunction(OperatorFunction):
     @classmethod
     def gradients(cls, ctx, call, saved, *grad_grads):
         if call.sparse.gradient_threshold:
-            refuse_hole(cls.function, "second of a sparse gradient")
+            refuse_hole(cls.called(), "second of a sparse gradient")
         if ctx.has_expectation:
             refuse_hole("linear_log_probs", "second of the entropy")
         found = DoubleBackward.like(call, grad_grads=GradGrads(*grad_grads)).dispatched()
@@ -129,13 +129,13 @@ class BackwardInPlaceFunction(OperatorFunction):
     def check(cls, op, values):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
-            refuse_hole(cls.function, "second of main_grad")
+            refuse_hole(cls.called(), "second of main_grad")
 
 
 class DoubleBackwardFunction(OperatorFunction):
     """Has derivatives only by its first three arguments.
 
-    These are cotangents, in which it is linear. torch.autograd.functional.hvp differentiates by them.
+    The operator is linear in these three, which are cotangents. torch.autograd.functional.hvp differentiates by them.
     """
 
     arguments = DoubleBackward
@@ -152,7 +152,7 @@ class DoubleBackwardFunction(OperatorFunction):
         edges = zip(ctx.tensors, ctx.next_functions)
         others = any(runs_in_this_backward(node) for index, (node, _) in edges if index >= 3 and node is not None)
         if others or torch.is_grad_enabled():
-            refuse_hole(cls.function, "third")
+            refuse_hole(cls.called(), "third")
         call.choice = choice_of(DoubleBackward.op, facts_of(call))
         changes = backward_tangent(Direction(*direction), call)
         return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

@@ -42,14 +42,14 @@ class CallFacts(NamedTuple):
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # AOTAutograd traces a checkpointed region, which backward runs again
-    handed_over: bool = False  # the logits may be overwritten
-    leaf: bool = False  # no operation made the logits, or they retain their gradient
+    handed_over: bool = False  # the caller allows the operator to overwrite the logits
+    leaf: bool = False  # the logits are a leaf of autograd, or retain_grad() was called on them
     part: bool = False  # the logits share memory with a larger tensor
     vocabulary_dimensions: int = 0  # mesh dimensions that shard the vocabulary
     rank_without_classes: bool = False
     trains_weight: bool = False  # with a low-rank pair: linear_weight gets a gradient
     class_scale: bool = False  # with a low-rank pair: there is a class scale
-    topk: bool = False  # several classes a token
+    topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
 
@@ -98,11 +98,11 @@ def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
 
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
-    """The facts of a scalar loss of these logits. They may be a view of all of another tensor."""
+    """The facts of a scalar loss of these logits. `logits` may be a view that covers another tensor completely."""
     root = root_of(logits)
     whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
-    # a retained gradient would move to the tensor that is written over the logits
+    # if the gradient is retained, it would be retained on the tensor that overwrites the logits
     leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
     known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
     return CallFacts(device_type(logits), logits.dtype, **known)
@@ -119,8 +119,8 @@ def around(*leaves: Tensor | None) -> dict[str, Any]:
 
 
 def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
-    """The facts of a mesh. For each of its dimensions it takes whether that shards the vocabulary, and its size. All
-    ranks must get the same answer.
+    """The facts of a mesh. `vocabulary` says for each mesh dimension whether it shards the vocabulary, `ranks` is its
+    size. All ranks must get the same answer.
     """
     sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
     without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
@@ -129,6 +129,12 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
 
 def options_in_facts(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
     return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
+
+
+def gradients_wanted(operands: Any) -> list[bool]:
+    """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
+    of = (operands.input, operands.linear_weight, operands.linear_bias)
+    return [tensor is not None and tensor.requires_grad for tensor in of] if torch.is_grad_enabled() else [False] * 3
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
     forward            saves its arguments, lse                               <- backward
     backward           saves its arguments                                    <- differentiable ATen
-    with_grad          saves the gradient made in the same pass               <- multiplied by one scalar
+    with_grad          saves the gradient made in the same pass               <- that gradient times one scalar
     with_grad_         saves the same gradient, which overwrote the logits
 
 Notation of flce_ops/aten/double_backward.py, with H the cotangent of G = d f'. The derivatives of the backward operator
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..math.options import Cotangents, LogitOptions
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..support.holes import refuse_hole
+from ..support.running import running
 from ..support.torch_private import functorch_is_active, root_of
 from .function import OperatorFunction, save, wanted, where_wanted
 from .made_in_forward import MadeInForward
@@ -119,10 +120,11 @@ class WithGradFunction(MadeInForward):
 
 
 class WithGradInPlaceFunction(WithGradFunction):
-    """Same as the class above, but the gradient overwrites the logits. The root, of which the logits are a view of all
-    elements, is an output, too, and marked dirty. So autograd's version check refuses tensors saved from the root
-    before. A gradient that comes back through the root belongs to code that read the gradient as logits, and is
-    refused. (Marking a view dirty would copy its base.) The logits' own gradient goes back the way they were computed.
+    """Same as the class above, but the gradient overwrites the logits. The root is the tensor whose elements the logits
+    are a view of. The root is returned, too, and marked dirty, so autograd's version check refuses backward functions
+    that saved it earlier. If a gradient arrives for the returned root, some code has read the gradient as if it were
+    logits, and an error says so. (Marking the view instead of the root dirty would copy the root.) The gradient of the
+    logits flows to the operation that computed them.
     """
 
     arguments = LogitsWithGradInPlace
@@ -153,12 +155,12 @@ class WithGradInPlaceFunction(WithGradFunction):
     def setup_context(cls, ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
-        ctx.handed_over = None
-        leaf = traced_leaf(inputs[-1])  # must be found before this node becomes the root's history
+        ctx.function, ctx.handed_over = running.function, None
+        leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
         ctx.mark_dirty(grad_logits)
         ctx.differentiable = [True, False, False]
         ctx.mark_non_differentiable(losses, argmax)
-        save(ctx, without_values(cls.arguments, leaf).values(), losses, grad_logits)
+        save(ctx, without_values(cls.arguments, leaf), losses, grad_logits)
 
     @classmethod
     def backward(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
@@ -175,7 +177,7 @@ class WithGradInPlaceFunction(WithGradFunction):
 
 
 def without_values(arguments: type[LogitsWithGrad], leaf: Tensor | None) -> LogitsWithGrad:
-    """A call that holds nothing but the tensor that stands for the logits in backward."""
+    """A call without values, except the tensor that backward uses in place of the logits."""
     return arguments.of([leaf] + [None] * (len(arguments.arguments) - 1))
 
 

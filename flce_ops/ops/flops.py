@@ -1,7 +1,7 @@
 """Floating-point operations of each inner operator for torch.utils.flop_counter: GEMM passes of 2 N D V.
 
-Elementwise work over the logits is not counted, as the counter does not count ATen's softmax. All N tokens are counted:
-which of them are ignored, and cost nothing if kernels skip them, is data, and a formula sees only shapes.
+Elementwise work over the logits is not counted, as the counter does not count ATen's softmax. All N tokens are counted,
+although kernels may skip ignored tokens: which tokens are ignored is data, and a formula sees only shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
 
 def flops(call: Any) -> int:
     operands = call.operands
-    if isinstance(call, SupportForward | SupportBackward):  # of the classes that are gathered
+    if isinstance(call, SupportForward | SupportBackward):  # counts the gathered classes only
         products = sum(call.output_mask[:2]) if isinstance(call, SupportBackward) else 1
         return 2 * call.support.classes[0] * operands.input[1] * products
     logits = product(operands.input, operands.linear_weight)
@@ -46,5 +46,5 @@ def formula(arguments: type[Arguments]) -> Callable[..., int]:
 
 
 for _name, (_arguments, _) in OPERATORS.items():
-    if _name.startswith("linear"):  # of given logits there are no products
+    if _name.startswith("linear"):  # operators of given logits run no GEMM
         register_flop_formula(getattr(ops, _name))(formula(_arguments))

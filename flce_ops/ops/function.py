@@ -1,4 +1,5 @@
-"""The base class of every operator's derivative, OperatorFunction: what it saves, and its kernel on the autograd keys.
+"""OperatorFunction, the base class of every operator's derivative: what the operator saves for backward, and its kernel
+on the autograd keys.
 
 Each operator has one OperatorFunction, a `torch.autograd.Function` with `setup_context` and `vmap`. It is called from
 the Autograd key (eager, AOTAutograd) and from the key on which torch.func intercepts calls.
@@ -20,6 +21,7 @@ from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
+from ..support.running import running, runs
 from ..support.torch_private import (
     apply_function,
     below_autograd,
@@ -28,7 +30,7 @@ from ..support.torch_private import (
     has_tangent,
 )
 
-# option numbers and tensors whose gradient is refused
+# groups of options that hold numbers and tensors whose gradient is refused
 GROUPS = (LogitOptions, LossOptions, KlDivOptions)
 NUMBERS = tuple(
     name
@@ -50,11 +52,24 @@ class OperatorFunction(Function):
     """
 
     arguments: ClassVar[type[Arguments]]
-    function: ClassVar[str] = "linear_cross_entropy"  # the public function
+    function: ClassVar[str] = "linear_cross_entropy"  # named in errors if the operator itself is called
     reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
     with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
     per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), if the results are per token, too
     token_dim: ClassVar[int] = 0  # the dimension of tokens in every result
+
+    # indices of `with_derivative`, each with what says whether a call requests the result
+    derivatives: ClassVar[list[tuple[int, Callable | None]]]
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "arguments"):
+            named, names = enumerate(cls.arguments.results), cls.with_derivative
+            cls.derivatives = [(index, result.asked) for index, result in named if result.name in names]
+
+    @classmethod
+    def called(cls) -> str:
+        """The function that the user called."""
+        return running.function or cls.function
 
     @classmethod
     def check(cls, op: torch._ops.OpOverload, values: list) -> None:
@@ -67,8 +82,10 @@ class OperatorFunction(Function):
     @classmethod
     def differentiable(cls, call: Any) -> list[bool]:
         """Which results have a derivative. Results that were not requested have none."""
-        names = cls.with_derivative
-        return [name in names and (asked is None or asked(call)) for name, _, asked, *_ in cls.arguments.results]
+        found = [False] * len(cls.arguments.results)
+        for index, asked in cls.derivatives:
+            found[index] = asked is None or asked(call)
+        return found
 
     @classmethod
     def for_backward(cls, ctx, call: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -85,17 +102,22 @@ class OperatorFunction(Function):
     @classmethod
     def forward(cls, *values):
         # calls the operator again below autograd; if more torch.func transforms follow, they must see it, too
-        with nullcontext() if functorch_is_active() else below_autograd():
-            return cls.arguments.run(getattr(ops, cls.arguments.op), values)
+        before, running.differentiated = running.differentiated, True
+        try:
+            with nullcontext() if functorch_is_active() else below_autograd():
+                return cls.arguments.run(getattr(ops, cls.arguments.op), values)
+        finally:
+            running.differentiated = before
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
         call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
+        ctx.function = running.function
         ctx.differentiable = cls.differentiable(call)
         ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
         saved = cls.for_backward(ctx, call, results)
-        save(ctx, call.values(), *saved)
+        save(ctx, call, *saved)
 
     @classmethod
     def backward(cls, ctx, *cotangents):
@@ -106,7 +128,17 @@ class OperatorFunction(Function):
         if not asked:
             return cls.arguments.gradients()
         call, saved = restore(ctx, cls.arguments)
-        return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+        with runs(ctx.function):
+            return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+
+    @classmethod
+    def call_backward(cls, call: Arguments, needs: Sequence[bool], results: Sequence[Tensor]) -> None:
+        """Calls the operators that backward would call, with all cotangents, if `needs` says which values have
+        gradients.
+        """
+        ctx = WithoutGraph(needs)
+        cls.setup_context(ctx, call.values(), results)
+        cls.backward(ctx, *(result.new_empty(result.shape) for result in results))
 
     @classmethod
     def jvp(cls, ctx, *_):
@@ -114,7 +146,7 @@ class OperatorFunction(Function):
 
     @classmethod
     def refuse_forward_mode(cls) -> NoReturn:
-        refuse_hole(cls.function, "forward mode", modes=cls.reverse_modes)
+        refuse_hole(cls.called(), "forward mode", modes=cls.reverse_modes)
 
     @classmethod
     def vmap(cls, info, in_dims, *args):
@@ -128,7 +160,7 @@ class OperatorFunction(Function):
 
     @classmethod
     def of_logits(cls) -> list[int]:
-        """The numbers that logits are made with, which are of tokens where each has a temperature."""
+        """The indices of logit_scale and softcap. They have a number for each token if each token has a temperature."""
         return [index for name, index in cls.arguments.index.items() if name in LOGIT_NUMBERS]
 
     @classmethod
@@ -145,7 +177,7 @@ class OperatorFunction(Function):
                 with below_autograd():
                     return op(*args, **kwargs)
             values = arguments.values_of(args, kwargs)
-            tensors = [value for value in values if isinstance(value, Tensor)]
+            tensors = [values[index] for index in arguments.tensors if values[index] is not None]
             if has_tangent(*tensors):
                 cls.refuse_forward_mode()
             for index, name in numbers:
@@ -165,28 +197,39 @@ class OperatorFunction(Function):
         return run
 
 
-def save(ctx, values: Sequence[Any], *results: Tensor) -> None:
+class WithoutGraph:
+    """What setup_context and backward use of a context, outside of autograd."""
+
+    def __init__(self, needs: Sequence[bool]) -> None:
+        self.needs_input_grad = tuple(needs)
+        self.next_functions = ((None, 0),) * len(needs)
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *_: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def save(ctx, call: Arguments, *results: Tensor) -> None:
     """Saves the values of a call, and the results that backward reads."""
-    ctx.constants = list(values)
-    tensors: list[Tensor | None] = []
-    for index, value in enumerate(ctx.constants):
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            ctx.constants[index] = None
-        else:
-            tensors.append(None)
+    ctx.constants, tensors = call.values(), []
+    for index in call.tensors:
+        tensors.append(ctx.constants[index])
+        ctx.constants[index] = None
     ctx.save_for_backward(*tensors, *results)
 
 
 def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
-    count = len(ctx.constants)
-    tensors = ctx.saved_tensors
-    values = [constant if tensor is None else tensor for constant, tensor in zip(ctx.constants, tensors)]
-    return arguments.of(values), tensors[count:]
+    values, saved = list(ctx.constants), ctx.saved_tensors
+    for index, tensor in zip(arguments.tensors, saved):
+        values[index] = tensor
+    return arguments.of(values), saved[len(arguments.tensors) :]
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
-    needs = ctx.needs_input_grad  # a new tuple at each access
+    needs = ctx.needs_input_grad  # read once, because each access makes a new tuple
     return [needs[arguments.index[name]] for name in names]
 
 
@@ -197,11 +240,12 @@ class WithoutDerivative(OperatorFunction):
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
-        """Saves nothing."""
+        """Saves no tensor."""
+        ctx.function = running.function
 
     @classmethod
     def backward(cls, ctx, *_):
-        refuse_hole(cls.function, cls.second_derivative)
+        refuse_hole(ctx.function or cls.function, cls.second_derivative)
 
 
 def where_wanted(

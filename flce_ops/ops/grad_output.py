@@ -19,15 +19,17 @@ MULTIPLY = "linear_cross_entropy_upstream"
 def multiply_by_grad_output(
     made: Sequence[Tensor], output_mask: Sequence[bool], factor: Tensor, leaf: Tensor
 ) -> list[Tensor | None]:
-    """made * factor, None if not wanted. Works in place if nobody else can read the gradients."""
+    """Returns made * factor for each gradient in `made`, or None if it is not wanted. Multiplies in place if nobody
+    else can read the gradients.
+    """
     grads = [grad if want else None for grad, want in zip(made, output_mask)]
     here = [grad for grad in grads if grad is not None]
     if is_batched(factor):  # is_grads_batched=True: a batch of factors
         products = multiply(here, factor)
     elif any(type(tensor) is not Tensor for tensor in (factor, *here)):
-        # A subclass is a tracer (functional, fake). AOTAutograd refuses a second derivative only where the backward
-        # graph reads a tensor that requires one; gradients made in forward do not, and would be differentiated as
-        # constants in silence.
+        # A tensor subclass (functional, fake) means that the call is traced. AOTAutograd refuses a second derivative
+        # only if the backward graph reads a tensor that requires a gradient. Gradients made in forward require none,
+        # and would silently be treated as constants.
         op, in_place = (getattr(ops, name).default for name in (MULTIPLY, f"{MULTIPLY}_"))
         written_over_where_donated(op, in_place)
         products = op(here, factor, leaf)
@@ -41,7 +43,9 @@ def multiply_by_grad_output(
 
 
 def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None) -> list[Tensor]:
-    """Multiplies out of place. This is also the operator of traced graphs, which read `leaf` through it."""
+    """Multiplies out of place. Traced graphs call this as an operator, and its argument `leaf` makes them read that
+    tensor.
+    """
     return [grad * factor for grad in made]
 
 

@@ -64,8 +64,8 @@ class WithGradFunction(KlDivFunction, MadeInForward):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        """Drops what only forward reads, so that it is not kept until backward. Drops input, too, if a parameter can
-        serve as leaf.
+        """Drops the arguments that only forward reads, so that they are not kept until backward. Drops input, too, if
+        `leaf` can be a parameter (grad_output.py).
         """
         call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
         call.row_scale = None

@@ -1,4 +1,4 @@
-"""What the operators are registered in."""
+"""The torch.library.Library in which the operators are registered."""
 
 import torch
 

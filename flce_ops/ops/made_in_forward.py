@@ -25,12 +25,12 @@ class MadeInForward(OperatorFunction):
 
     with_derivative = ("loss",)
 
-    second_derivative: ClassVar[str] = ""  # if there is none: the entry of HOLES with the reason
+    second_derivative: ClassVar[str] = ""  # if there is no second derivative: the entry of HOLES with the reason
 
     @classmethod
     def made_again(cls, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """The gradients, multiplied by grad_loss, and the losses, as functions of the operands."""
-        refuse_hole(cls.function, cls.second_derivative)
+        refuse_hole(cls.called(), cls.second_derivative)
 
     @classmethod
     def for_backward(cls, ctx, call, results):
@@ -55,8 +55,8 @@ class MadeInForward(OperatorFunction):
         losses, *gradients = saved
         leaf = losses
         for name, need in zip(cls.arguments.made, needs):
-            # takes the last one needed: parameters are in memory anyway, while a compiled graph would have to save
-            # input
+            # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in memory
+            # anyway, but a compiled graph would have to save input
             if need:
                 leaf = getattr(call.operands, name)
         mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]

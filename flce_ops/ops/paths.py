@@ -14,6 +14,7 @@ triton/steps/chunking.py.
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from ..support.table import Condition, Path, choose
 from ..support.vendor import made_by_nvidia
 from .call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
 
-PACKAGE = __package__.rpartition(".")[0]  # whose modules the tables name, whatever its name is
+PACKAGE = __package__.rpartition(".")[0]  # the package of the modules in the tables; its name may differ
 
 NVIDIA = Condition("an NVIDIA GPU", lambda s: s.device == "cuda" and made_by_nvidia())
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -33,7 +34,7 @@ HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
 RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
-RANK_ONE_IN_TRITON = Condition(  # ranks may have different sizes, but must agree, so this ignores sizes
+RANK_ONE_IN_TRITON = Condition(  # all ranks must choose the same path, so this ignores their sizes
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
@@ -43,14 +44,15 @@ CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # product, as in ATen.
 TRITON = (NVIDIA, HALF, NOT_EMPTY, CLASSES)
 
-# Lists contain l p and the target's entry, but no label smoothing.
+# The lists of a sparse gradient contain l p and the target's entry, but no label smoothing.
 UNSMOOTHED = Condition("no label smoothing with gradient_threshold", lambda s: not (s.sparse and s.label_smoothing))
 ONE_CLASS_IF_SPARSE = Condition("one class a token with gradient_threshold", lambda s: not (s.sparse and s.topk))
 
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
 NOT_SPARSE = Condition("no gradient_threshold", lambda s: not s.sparse)
-# A forward without a backward must leave main_grad alone, and the factor of what is added is known only in backward.
+# Forward must not add to main_grad: there may be no backward, and grad_output, which multiplies the gradient, is known
+# only in backward.
 NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
@@ -75,11 +77,11 @@ HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dty
 TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 
 # A float16 gradient made in forward would need a range of 40 binades, because the loss scale is known only in backward.
-# According to the planner's model, at 8192x4096x128256 on an H200, 4 passes in Triton take 1.02 of the time of 3 passes
-# in ATen; 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and would make the gradients
-# twice. torch.func's backward always asks for a graph, which gradients made in forward do not have. Label smoothing
-# under a softcap fits the epilogue that makes G, but not the one that makes exponentials: 4 passes in Triton take 0.43
-# of the time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
+# So float16 takes 4 passes in Triton. According to the planner's model, at 8192x4096x128256 on an H200, they take 1.02
+# times as long as 3 passes in ATen; 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and
+# would make the gradients twice. torch.func's backward always asks for a graph, which gradients made in forward do not
+# have. Label smoothing under a softcap fits the epilogue that makes G, but not the one that makes exponentials: 4
+# passes in Triton take 0.43 of the time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
@@ -134,13 +136,13 @@ LOSS = {
 
 # The Triton kernels save z, the logits after the cap, from which dz/du cannot be computed where the cap saturates.
 UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
-# lse must belong to the logits that are saved, so rounded copies do not do. On other GPUs the product of half operands
-# is float32. And one class has loss 0 only if logit and lse come from one product.
+# lse must be computed from exactly the logits that are saved, so rounded copies cannot be saved. On other GPUs the
+# product of 16-bit operands is float32. And one class has loss 0 only if logit and lse come from one product.
 PRODUCT_SAVED = Condition(
     "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
     lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),
 )
-# Lists are made from exponentials, which backward computes in any case.
+# A sparse backward makes its lists from exponentials, which it computes in any case.
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
@@ -155,7 +157,9 @@ SAVE_LOGITS = {
 
 
 def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> tuple[Path, ...]:
-    """Triton's where the conditions hold, else ATen's: each ".module:function" in its folder."""
+    """Two paths: the Triton kernel if the conditions hold, otherwise the ATen kernel. Each kernel is named as
+    ".module:function" in its folder.
+    """
     return Path("triton", conditions, f".triton{in_triton}"), Path("aten", (), f".aten{in_aten}")
 
 
@@ -165,7 +169,8 @@ KERNELS = {
         (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), ":launch_backward", ":backward"
     ),
     "linear_cross_entropy_backward_": kernels(TRITON, ":launch_backward_in_place", ":backward_in_place"),
-    # Exponentials that are normalised later need bfloat16's range. Label smoothing under a softcap is not of rank 1.
+    # Exponentials are normalised after they are stored, which needs bfloat16's range. Under a softcap, label smoothing
+    # adds a matrix that is not of rank 1.
     "linear_cross_entropy_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
     ),
@@ -230,11 +235,9 @@ def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
-def gradients_in_the_same_pass(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, title: str = "a scalar loss", **known
-) -> bool:
+def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    facts = loss_facts(input, linear_weight, linear_bias, **known)
+    facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias, **known)
     return path_of_loss(title, facts) != "recompute"
 
 

@@ -37,6 +37,7 @@ from ..meta.arguments import Backward, Forward, VocabParallelWithGrad
 from ..meta.call import Arguments, takes
 from ..support.compile_cache import keyed
 from ..support.running import running
+from ..support.vendor import compiling
 from . import (
     autograd,
     cross_entropy_autograd,
@@ -90,7 +91,8 @@ library.define(f"{MULTIPLY}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torc
 
 def kernel(name: str) -> Callable:
     """An operator's kernel: runs the path that the table chooses."""
-    arguments = OPERATORS[name].arguments
+    arguments, function = OPERATORS[name]
+    backward = None if function is None or issubclass(function, MadeInForward) else function
     retains = issubclass(arguments, Forward | Backward)
 
     def run(*args, **kwargs):
@@ -102,6 +104,7 @@ def kernel(name: str) -> Callable:
         if choice.implementation != "triton":
             return launch(call)
         running.launch, running.call = launches_of(name, choice.path.kernel), call
+        running.backward = backward if running.differentiated else None
         try:
             return launch(call)
         finally:
@@ -112,7 +115,7 @@ def kernel(name: str) -> Callable:
 
 @functools.cache
 def launches_of(name: str, kernel: str) -> Callable:
-    """Everything that is launched for a call: forward's launches, and those in backward that belong to no other
+    """Runs everything that a call launches: the launches of forward, and those of backward that belong to no other
     operator.
     """
     launch, function = paths.function(kernel), OPERATORS[name].function
@@ -127,10 +130,28 @@ def launches_of(name: str, kernel: str) -> Callable:
     return run
 
 
+def fake_kernel(name: str) -> Callable:
+    """An operator's fake kernel. While kernels are compiled ahead, it also compiles those of the operator."""
+    arguments = OPERATORS[name].arguments
+
+    @keyed
+    @takes(arguments)
+    def run(call: Any) -> meta.Outputs:
+        if compiling.get() is not None:
+            path = paths.choice_of(name, facts_of(call)).path
+            if path.name == "triton":
+                from ..triton.launch.ahead import trace
+
+                trace(launches_of(name, path.kernel), call)
+        return meta.outputs(call)
+
+    return run
+
+
 for _name, (_arguments, _function) in OPERATORS.items():
     _op = getattr(ops, _name).default
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(add_op_namespace_prefix(_name), keyed(takes(_arguments)(meta.outputs)), lib=library)
+    torch.library.register_fake(add_op_namespace_prefix(_name), fake_kernel(_name), lib=library)
     if _function is not None:
         for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
             library.impl(_name, _function.kernel(_op), _key)
@@ -142,5 +163,5 @@ library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")
 torch.library.register_fake(add_op_namespace_prefix(MULTIPLY), multiply, lib=library)
 torch.library.register_fake(add_op_namespace_prefix(f"{MULTIPLY}_"), lambda made, factor: None, lib=library)
 for _name in (MULTIPLY, f"{MULTIPLY}_"):
-    # called only where gradients are off: in backward, and in the traced graph of a backward
+    # called only while gradients are off: in backward, and in the traced graph of a backward
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

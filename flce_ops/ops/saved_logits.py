@@ -31,7 +31,7 @@ def saved_rows(call: Forward) -> int:
 
 
 def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
-    """For last_path(): how many rows are saved, and which condition of the call rules it out."""
+    """For last_path(): how many rows are saved, or which condition prevents saving."""
     if isinstance(call, Forward) and call.retain:
         rows = call.retain
     elif isinstance(call, Backward):
@@ -46,7 +46,9 @@ def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
 
 
 def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
-    """The number of rows. If N is symbolic, this is an expression of N, with the bytes set now as a constant."""
+    """The number of rows. If N is symbolic, this is an expression of N. The bytes that set_workspace allows are a
+    constant in it.
+    """
     (paths,) = SAVE_LOGITS.values()
     if choose(paths, facts).name == "recompute":
         return 0

@@ -1,4 +1,4 @@
-"""What the operators of a support save and what comes back; nothing here computes a logit.
+"""What the operators of a support save for backward, and what backward calls. Nothing here computes a logit.
 
 forward            saves its arguments, lse and the products             <- backward
 backward           saves nothing                                         <- refused by name
@@ -25,7 +25,7 @@ class ForwardFunction(OperatorFunction):
         lse, expected_log_prob, lse_rest, products = saved
         mask = wanted(ctx, SupportForward, *OPERANDS)
         expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
-        if call.vocab_size is not None:  # a shard may have none of a token's classes
+        if call.vocab_size is not None:  # a shard may have no class of a token's support
             if expected_log_prob is not None:
                 expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
             lse = finite_in_empty_rows(lse, lse)

@@ -19,7 +19,7 @@ from ..math.log_probs import log_probs_of_targets, surprisal
 from ..math.options import Operands, Statistics, changed
 from ..math.precision import accumulation_dtype
 from ..math.reduction import Reduction
-from ..math.statistics import asked_of_forward, statistics_of_forward
+from ..math.statistics import asked_of_rows, statistics_of_forward
 from ..math.topk import tokens_that_count
 from ..meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from ..meta.checks import check_constants
@@ -37,7 +37,7 @@ class WithGradFunction(MadeInForward):
     @classmethod
     def made_again(cls, call, grad_loss):
         if call.sparse.gradient_threshold:
-            refuse_hole(cls.function, "second of a sparse gradient")
+            refuse_hole(cls.called(), "second of a sparse gradient")
         return differentiable_gradients(call, grad_loss)
 
 
@@ -84,7 +84,7 @@ class LowRankWithGradFunction(MadeInForward):
         call.reduction, call.output_mask = Reduction(slope), needs
         if torch.is_grad_enabled():
             return cls.made_again(call)
-        # a compiled checkpoint replaces forward's losses by recomputed ones, which would have another reader
+        # if a compiled checkpoint recomputes the losses, they are other tensors than forward's
         _, losses, *gradients = call.dispatched()
         return gradients, losses
 
@@ -115,7 +115,7 @@ def recomputed_step(
     """
     operands, asked = Operands(*call.operands), {}
     if isinstance(call, WithGrad):
-        asked = {"logit_sum": call.loss.label_smoothing != 0.0, **asked_of_forward(call.statistics)}
+        asked = asked_of_rows(call)
     found = Forward.run(forward, Forward.like(call, operands=operands, **asked).values())
     of_rows: Callable[..., Rows] = rows_of_classes if isinstance(call, WithGrad) else rows_of_policy
     valid = tokens_that_count(operands.target, call.ignore_index)

@@ -40,12 +40,14 @@ class Option:
     temporaries: int  # bytes beyond the weight, the hidden states and their gradients
     peak: int  # bytes including those
     seconds: float
-    behind_blocks: float = 0.0  # seconds of communication that can overlap with the model's blocks, not in `seconds`
+    behind_blocks: float = 0.0  # seconds of communication that can overlap with other layers; not part of `seconds`
 
 
 @chunk_sizes_of_kernels()
 def plan(head: Head, gpus: int, device: Device) -> list[Option]:
-    """The options for `head.tokens` tokens: of each data-parallel rank, or of all ranks that share a vocabulary."""
+    """The options for a step. `head.tokens` is the tokens of each data-parallel rank, or of all ranks together if they
+    share the vocabulary.
+    """
     options = [
         on_one_gpu("F.cross_entropy, float32 logits", head, dense_eager(head), device),
         on_one_gpu("F.cross_entropy, torch.compile", head, dense_compiled(head), device),

@@ -1,8 +1,8 @@
 """The chunk sizes of the Triton kernels, on systems without Triton, such as macOS and Windows.
 
-Chunk sizes are plain Python in the kernels' files (flce_ops/triton). While the planner needs them, a module stands in
-for Triton that can define kernels, but not launch them. Afterwards that module and the kernels' modules are removed, so
-that a step on CUDA still fails with the name of what is missing.
+Chunk sizes are plain Python in the kernels' files (flce_ops/triton). While the planner reads them, a stand-in module
+replaces Triton; it can define kernels, but not launch them. Afterwards the stand-in and the kernels' modules are
+removed from sys.modules, so that a step on CUDA still fails with an error that names Triton.
 """
 
 import contextlib

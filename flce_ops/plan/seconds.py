@@ -14,7 +14,8 @@ from .step_cost import Head, StepCost
 
 # N tokens, D hidden, V vocabulary, R ranks
 
-# The part that the GEMMs do not hide of the epilogue and of the exponentials' 6 bytes (written once, read twice).
+# The bytes whose time the GEMMs do not hide: a part of the epilogue's work, and of the exponentials' traffic of 6 bytes
+# (written once, read twice).
 EPILOGUE_BYTES = 4.2  # per logit, which is 1.0 ps on an H200
 # Up to this many rows, an addition to grad_linear_weight takes its full time. With more rows the GEMM hides a part of
 # it.

@@ -95,7 +95,7 @@ def two_passes(head: Head) -> StepCost:
 
 
 def per_token(head: Head) -> StepCost:
-    """The cost of reduction="none": as two_passes, except for tokens whose logits are saved."""
+    """The cost of reduction="none": the same as two_passes, except for tokens whose logits are saved."""
     rows = rows_to_save(CallFacts("cuda", head.dtype, wants_gradient=True), head.tokens, head.vocab)
     cost, share = two_passes(head), rows / head.tokens
     kernels = "triton" if runs_on_triton("backward", head) else "aten"
@@ -142,7 +142,7 @@ def one_pass_triton(head: Head) -> StepCost:
         temporaries=max(first.temporaries + scales_bytes(head), after.temporaries + VECTOR_BYTES * first.rows),
         passes=(first.passes * first.rows + after.passes * rest.tokens) / head.tokens,
         rows=max(first.rows, after.rows),
-        # the first of the other chunks is added, too
+        # the first ordinary chunk is added to the overlay chunk's result, too
         addition_bytes=after.addition_bytes + 2 * head.weight_bytes,
         added_rows=after.rows,
         sum_bytes=first.sum_bytes + after.sum_bytes,
@@ -224,7 +224,8 @@ def two_passes_triton(head: Head, *, summed: bool = False) -> StepCost:
 
 
 def one_pass_aten(head: Head) -> StepCost:
-    # bytes a logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding half: 4 + 2
+    # bytes per logit: written by the GEMM, maximum, sub_, exp_, sum, mul_: 4 + 4 + 8 + 8 + 4 + 8; rounding to 16 bits:
+    # 4 + 2
     return aten(head, passes=3, bytes_per_logit=36)
 
 
@@ -261,7 +262,8 @@ def dense_eager(head: Head) -> StepCost:
         temporaries=max(12 * head.logits - gradients, size * head.logits),
         passes=3,
         rows=head.tokens,
-        # upcast; log_softmax reads and writes; nll_loss writes its gradient; log_softmax's backward; rounding to half
+        # upcast; log_softmax reads and writes; nll_loss writes its gradient; log_softmax's backward; rounding to 16
+        # bits
         bytes_per_logit=upcast + 8 + 4 + 12 + upcast,
     )
 

@@ -1,4 +1,4 @@
-"""Everything that is not mathematics: memory, which path ran, devices, torch's private names, caches.
+"""What the operators need besides mathematics: memory limits, which path ran, devices, torch's private names, caches.
 
 workspace.py              how much memory a call may use beside its results
 table.py, path.py         a table of paths; which path ran and why

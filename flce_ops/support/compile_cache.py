@@ -5,10 +5,10 @@
     AOTAutograd traces            the operator's body and its autograd Functions
     inductor compiles             stored under the key
 
-The third step runs Python of this package, but the key contains nothing of it: with a warm cache, an upgraded package
-would run what the former one traced. torch has a table for this case: functions that may be cached, each with a string
-that stands for its code. The fake kernels add this package to that table, in time for the key. Graphs that contain none
-of these operators keep their keys.
+The third step runs Python code of this package, but the key does not depend on that code. With a warm cache, an
+upgraded package would run the graph that the former version traced. torch has a table for this case, with functions
+that may be cached and a string for each that stands for its code. The fake kernels add this package to the table before
+the key is computed. Graphs that contain none of these operators keep their keys.
 """
 
 import functools
@@ -35,8 +35,8 @@ def code_key() -> str:
 def keyed(fake: Callable) -> Callable:
     """Wraps an operator's fake kernel: it also adds this package to the cache key of the graph that is being compiled.
 
-    The key also has the bytes for saved logits, from which a graph has its number of saved rows
-    (flce_ops/ops/saved_logits.py).
+    The key also contains the bytes that saved logits may take, because a graph computes its number of saved rows from
+    them (flce_ops/ops/saved_logits.py).
     """
 
     @functools.wraps(fake)

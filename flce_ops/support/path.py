@@ -16,7 +16,8 @@ logger = logging.getLogger("flce_ops")
 
 @dataclass(frozen=True)
 class Path:
-    """What the last kernel call of this process did, in any thread: on CUDA backward runs in one of autograd's.
+    """What the last kernel call of this process did. The call may have run in another thread: on CUDA, backward runs in
+    autograd's threads.
 
     Attributes:
         op: name of the operator, as "linear_cross_entropy_with_grad".
@@ -38,7 +39,7 @@ class Choice(NamedTuple):
 
     op: str = ""
     paths: tuple[table.Path, ...] = ()
-    path: table.Path | None = None  # one of them
+    path: table.Path | None = None  # the chosen row of the table
     facts: Any = None  # device, dtype and the other facts that conditions read
 
     @property
@@ -46,7 +47,7 @@ class Choice(NamedTuple):
         return "" if self.path is None else self.path.name
 
     def reason(self) -> str:
-        """The tensors, and what rules out the earlier paths of the table."""
+        """The device and dtype of the tensors, and which conditions rule out the earlier paths of the table."""
         if self.path is None:
             return "called by itself"
         before = self.paths[: self.paths.index(self.path)]

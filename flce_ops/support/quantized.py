@@ -1,7 +1,7 @@
 """Weights of frozen heads that are kept quantized: slices of their classes, dequantized into the workspace.
 
 weight[classes].dequantize()        torchao's tensors, torch's own quantized ones, and subclasses like them
-a part of the blocks of 4 bits      bitsandbytes' Params4bit, whose own shape is that of the packed bytes
+some of the 4-bit blocks      bitsandbytes' Params4bit, whose own shape is that of the packed bytes
 """
 
 import importlib
@@ -16,8 +16,8 @@ from .workspace import get_workspace
 
 # D hidden, V vocabulary, v classes of a slice
 
-SHARE = 4  # of the workspace, for a slice
-CLASSES_AT_LEAST = 128  # of a slice, however small the workspace is; formats pack rows in groups
+SHARE = 4  # a slice takes at most 1 / 4 of the workspace
+CLASSES_AT_LEAST = 128  # in a slice, also in a small workspace: formats pack rows in groups
 
 
 class QuantizedHead:
@@ -26,7 +26,7 @@ class QuantizedHead:
         self.shape: Sequence[int] = weight.shape if self.state is None else self.state.shape  # (V, D)
 
     def like(self, dtype: torch.dtype) -> Tensor:  # (V, D)
-        """What is known of the dense weight, in one number of memory."""
+        """A tensor with the dense weight's shape, dtype and device that takes the memory of one number."""
         return torch.empty(1, 1, dtype=dtype, device=self.weight.device).expand(*self.shape)
 
     def slices(self, dtype: torch.dtype) -> list[slice]:
@@ -56,7 +56,7 @@ def dequantized_blocks(weight: Tensor, state: Any, classes: slice) -> Tensor:  #
     first, numbers = classes.start * features, count * features
     blocks = slice(first // state.blocksize, -(-(first + numbers) // state.blocksize))
     scales = state.absmax
-    if state.nested:  # V D / blocksize numbers: small beside a slice
+    if state.nested:  # V D / blocksize scales, which are small compared with a slice
         scales = bitsandbytes.dequantize_blockwise(scales, state.state2).add_(state.offset)
     of_slice = bitsandbytes.QuantState(
         absmax=scales.float()[blocks],

@@ -1,9 +1,9 @@
 """FLCE_CHECK_RANKS=1: a call on DTensors first compares its arguments between the ranks of their mesh.
 
-If a reduction or softcap differs between ranks, they would combine numbers of different losses without an error. If
-something differs that decides what is sent (requires_grad, the workspace), the ranks would wait for each other. The
-check is one gather of short texts for each mesh dimension, and waits for the device. The variable is read once, at
-import. Without it nothing is sent.
+If a reduction or softcap differed between ranks, they would combine numbers of different losses without an error. If
+requires_grad or the workspace differed, ranks would send different things and wait for each other for ever. The check
+is one gather of short texts for each mesh dimension, and waits for the device. The variable is read once, at import.
+Without it nothing is sent.
 """
 
 import ctypes
@@ -59,8 +59,8 @@ def check_ranks(op: str, arguments: dict[str, Any]) -> None:
 
 
 def described(value: Any) -> str:
-    """A text of what must be the same on every rank. For a tensor of which a rank holds only a part, that excludes the
-    values.
+    """A text of what must be the same on every rank. If a rank holds only a part of a tensor, the text does not contain
+    its values.
     """
     if not isinstance(value, Tensor):
         return repr(value)

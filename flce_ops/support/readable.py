@@ -1,7 +1,7 @@
 """Matrices that BLAS reads without a copy: one stride is 1, and the rows (or columns) along it do not overlap.
 
-ATen copies every other matrix, such as weight[:, ::2], as a whole before a product. Here such a linear_weight is copied
-one slice at a time, into a part of the workspace that chunks leave free for it.
+ATen copies every other matrix, such as weight[:, ::2], completely before a product. The ATen kernels copy such a
+linear_weight one slice at a time, into a part of the workspace that chunks leave free.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def readable(matrix: Tensor) -> bool:
 
 
 def copy_bytes(*matrices: Tensor | None) -> int:
-    """Bytes that a slice takes of those matrices that BLAS cannot read."""
+    """Bytes for the copies of one slice of each of those matrices that BLAS cannot read."""
     largest = 0
     for matrix in matrices:
         if matrix is not None and not readable(matrix):

@@ -1,13 +1,28 @@
-"""The operator call that this thread runs. Nested code uses it for work done once for a kind of call."""
+"""What this thread is running: the public function, which errors name, and the operator call. Code below the operator
+uses the call to compile its kernels ahead (triton/launch/ahead.py).
+"""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class Running(threading.local):
-    launch: Callable | None = None  # everything that is launched for the call, in backward, too
+    function: str = ""  # the public function that the user called, in its backward, too
+    launch: Callable | None = None  # a function that launches all kernels of the call, those of backward included
     call: Any = None  # its Arguments
+    backward: Any = None  # its OperatorFunction, if a backward may follow that calls another operator
+    differentiated: bool = False  # whether an OperatorFunction runs its operator
 
 
 running = Running()
+
+
+@contextmanager
+def runs(function: str) -> Iterator[None]:
+    outer, running.function = running.function, function
+    try:
+        yield
+    finally:
+        running.function = outer

@@ -1,4 +1,4 @@
-"""A class index outside the vocabulary is an error, never a silent number.
+"""A class index outside the vocabulary raises an error; it never gives a wrong number silently.
 
 On CUDA, and in an exported program, the check is an assert on the device, without a host synchronisation. Elsewhere the
 host checks and raises IndexError.

@@ -1,4 +1,4 @@
-"""Every private torch name this package relies on, and nothing else.
+"""Every private name of torch that this package uses. No other file uses private names of torch.
 
 PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py` has one test for each function here. If
 a torch release drops a name, that test fails first, with the name in the message.
@@ -89,7 +89,7 @@ def runs_in_this_backward(node) -> bool:
     """
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
+    except RuntimeError:  # `node` is a leaf, whose gradient was requested through torch.autograd.grad
         return True
 
 
@@ -223,7 +223,7 @@ def written_over_where_donated(op: torch._ops.OpOverload, in_place: torch._ops.O
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """By the sizes a graph was traced with. A tensor of symbolic size does not count as large."""
+    """The sizes are those with which the graph was traced. A tensor of symbolic size does not count as large."""
     return isinstance(tensor.numel(), int) and tensor.nbytes >= WRITTEN_OVER_FROM
 
 

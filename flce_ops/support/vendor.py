@@ -5,6 +5,7 @@ torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((
 
 import functools
 import importlib.util
+from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,15 +29,16 @@ class Compiling:
     """Set while kernels are compiled ahead: each launch only compiles its kernel (triton/launch/ahead.py)."""
 
     chip: Chip  # the GPU that meta tensors stand for
-    launches: int = 0  # so far
+    launches: int = 0  # the number of launches so far
     kernels: dict[Any, str] = field(default_factory=dict)  # Triton's futures of the kernels, and the kernels' names
+    heads: set[Hashable] = field(default_factory=set)  # whose kernels are among them
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)
 
 
 def device_type(tensor: Tensor) -> str:
-    """The device type that paths are chosen by."""
+    """The device type that conditions of paths read."""
     return "cuda" if tensor.is_meta and compiling.get() is not None else tensor.device.type
 
 
@@ -51,5 +53,7 @@ def device_name(device_type: str) -> str:
 
 @functools.cache
 def has_triton() -> bool:
-    """Builds of torch with CUDA include Triton on Linux, not on Windows. Used only where ATen can do the same."""
+    """Whether Triton is installed. Builds of torch with CUDA include Triton on Linux, but not on Windows. Called only
+    if ATen can run instead.
+    """
     return importlib.util.find_spec("triton") is not None

@@ -1,4 +1,6 @@
-"""The oldest torch and Triton that the package runs with. An older one is refused by name when it is imported."""
+"""The oldest torch and Triton that the package runs with. An older version raises an error, which names it, when it is
+imported.
+"""
 
 import re
 

@@ -26,16 +26,16 @@ import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
 
-# The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 that is no
-# more than the gradients that a scalar loss holds at that time, D (N + V) half numbers.
+# The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 this is no
+# more than a scalar loss keeps between forward and backward: its gradients, D (N + V) 16-bit numbers.
 SAVED_WORKSPACES = 2
 
-# The ATen kernels sum gradients of half operands over chunks in float32 if that sum is small: at most half the
-# workspace, or this many bytes. A larger sum keeps its own dtype and is rounded once a chunk
+# The ATen kernels sum gradients of 16-bit operands over chunks in float32 if that sum is small: at most half the
+# workspace, or this many bytes. A larger sum stays in the operands' dtype and is rounded after each chunk
 # (flce_ops/aten/gradients.py).
 FLOAT32_SUM_BYTES = 32 << 20
 
-# A user who sets fewer bytes mostly means MiB.
+# Fewer bytes than this cause a warning, because the user probably meant MiB.
 SUSPICIOUS_BYTES = 32 << 10
 
 # What operators hold for each token besides matrices: factors, losses, indices, about 30 vectors.
@@ -56,8 +56,8 @@ class Budget:
     def __init__(self, nbytes: int | None) -> None:
         self.nbytes = nbytes
         # Blocks entered since the last `set` and not left, the youngest last. Each change is one list operation, which
-        # is atomic. A lock would not do. The block of an abandoned generator is left when the generator is collected,
-        # which can happen inside any allocation, also one under the lock.
+        # is atomic. A lock could deadlock: the block of an abandoned generator is left when the generator is
+        # garbage-collected, which can happen at any allocation, also while this thread holds the lock.
         self.blocks: list[Block] = []
 
     def get(self) -> Any:
@@ -140,12 +140,13 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
         nbytes: temporary memory of one call. Kernels read the value when they run, in compiled graphs too, so nothing
             is compiled again. At least 128 rows of logits are always held (64 on a CPU, except in linear_kl_div), so a
             very small value is exceeded rather than refused. On a CPU a chunk takes no more than 16 MiB, unless that is
-            fewer than 128 rows. The ATen kernels sum the weight's gradient of half operands over chunks in float32 if
+            fewer than 128 rows. The ATen kernels sum the weight's gradient of 16-bit operands over chunks in float32 if
             that (V, D) sum takes at most half of nbytes or 32 MiB, on a CPU over more than 8 chunks. The float32 sums
             of a double backward come on top.
         retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs) and a
-            scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of half operands: 3 GEMM
-            passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was traced.
+            scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of 16-bit operands: 3
+            GEMM passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was
+            traced.
 
     Raises:
         ValueError: `nbytes` is not a positive integer, or `retained` a negative one.

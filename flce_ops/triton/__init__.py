@@ -6,7 +6,7 @@
     sparse/           sparse gradients: the entries that are kept
     divergence/       linear_kl_div
     given_logits/     cross_entropy of given logits
-    launch/           capturing and repeating the launches of a step
+    launch/           captures the kernel launches of a step and repeats them
 
 This package is imported only when a CUDA kernel of an operator runs.
 """

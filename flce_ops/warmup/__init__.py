@@ -11,19 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..functional import cross_entropy, linear_cross_entropy, linear_kl_div, linear_log_probs, linear_policy_loss
 from ..math.sparse_gradient import MODES
-from ..ops import paths
-from ..ops.call_facts import facts_of
-from ..ops.registration import OPERATORS, launches_of
-from ..support.torch_private import UncompiledDispatchMode
 from ..support.vendor import H200, Chip
 
 __all__ = ["FUNCTIONS", "warmup"]
 
-TOKENS = 512  # of the call that is traced; its kernels are compiled for every number
-INNER = {getattr(ops, name).default: name for name in OPERATORS}
+TOKENS = 512  # tokens of the traced call; the kernels are compiled for any number of tokens
 FUNCTIONS = {
     function.__name__: function
     for function in (linear_cross_entropy, linear_log_probs, linear_policy_loss, linear_kl_div, cross_entropy)
@@ -49,7 +43,7 @@ def warmup(
     Args:
         hidden: D, features of the hidden states.
         vocab: V, classes.
-        dtype: of hidden states and weight; Triton's paths take half dtypes.
+        dtype: of hidden states and weight; Triton's paths take 16-bit dtypes.
         function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_policy_loss``, ``linear_kl_div``
             (of a teacher of the same size) or ``cross_entropy`` of given logits, where ``hidden`` does nothing.
         bias: whether the head has one.
@@ -78,18 +72,18 @@ def warmup(
 
     calls = [options]
     if options.get("support") is not None:
-        calls.append(options | {"support": None})  # of the tokens without one
+        calls.append(options | {"support": None})  # the kernels for tokens without a support
 
     def trace() -> None:
         for options_of_call in calls:
             trace_call(options_of_call)
 
     def trace_call(options: dict) -> None:
-        with CompileInner():
-            result = call_on_meta(function, hidden, vocab, dtype, bias, options)
-            found = result if isinstance(result, tuple) else (result,)
-            wanted = [part for part in found if isinstance(part, Tensor) and part.requires_grad]
-            torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
+        # the fake kernels of the inner operators compile
+        result = call_on_meta(function, hidden, vocab, dtype, bias, options)
+        found = result if isinstance(result, tuple) else (result,)
+        wanted = [part for part in found if isinstance(part, Tensor) and part.requires_grad]
+        torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
 
     with driver_of(chip, present=device is not None):
         what = f"{function.__name__}, {hidden} x {vocab} in {dtype}"
@@ -120,21 +114,6 @@ def call_on_meta(function: Callable, hidden: int, vocab: int, dtype: torch.dtype
     return function(tokens, weight, target, **options)
 
 
-class CompileInner(UncompiledDispatchMode):
-    """Makes every inner operator that is called compile its kernels, if its path is Triton's."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = INNER.get(func)
-        if name is not None:
-            from ..triton.launch.ahead import trace
-
-            call = OPERATORS[name].arguments.bind(*args, **(kwargs or {}))
-            path = paths.choice_of(name, facts_of(call)).path
-            if path.name == "triton":
-                trace(launches_of(name, path.kernel), call)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def driver_of(chip: Chip, present: bool):
     """A driver that tells Triton for which GPU to compile."""
@@ -149,7 +128,7 @@ def driver_of(chip: Chip, present: bool):
             return GPUTarget("cuda", chip.capability, 32)
 
         def get_current_device(self) -> int:
-            return -chip.capability  # negative, so that kernels of one GPU are not taken for another's
+            return -chip.capability  # negative, so that kernels compiled for this GPU are not used on another device
 
         def get_current_stream(self, device: int) -> int:
             return 0

@@ -44,6 +44,11 @@ class Forwards:
             return (loss, scores_of_words)
         return self.Output(loss=loss, logits=scores_of_words)
 
+    def output_with_a_name(self, hidden, labels=None):
+        logits = self.head(hidden)
+        output = self.Output(loss=self.loss_function(logits, labels, 7), logits=logits)
+        return output
+
     def cap_then_scale(self, hidden, labels=None):
         logits = self.head(hidden)
         logits = self.config.cap * torch.tanh(logits / self.config.cap) * self.scale
@@ -265,6 +270,7 @@ UNDERSTOOD = {
     "cap_in_one_line": Head("head", (("*", ("scale",)),), ("config", "cap")),
     "constants_and_casts": Head("head", (("*", 0.5), ("/", 3.0))),
     "other_name": Head("embed_out"),
+    "output_with_a_name": Head("head"),
     "weight_of_the_head": Head("head"),
     "names_for_paths": Head(
         "head", (("*?", ("get_decoder()", "config", "scale")),), ("config", "get_text_config()", "cap?")
@@ -293,3 +299,11 @@ def test_a_forward_without_source_is_refused():
     exec("def forward(self, hidden, labels=None): pass", namespace)
     with pytest.raises(NotUnderstood, match="the source of its forward cannot be read"):
         read_head(namespace["forward"])
+
+
+def test_a_forward_that_is_a_coroutine_is_refused():
+    async def forward(self, hidden, labels=None):
+        return self.head(hidden)
+
+    with pytest.raises(NotUnderstood, match="its forward is not a plain function"):
+        read_head(forward)

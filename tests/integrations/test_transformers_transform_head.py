@@ -65,6 +65,12 @@ class Transforms:
     def tuple_of_scores(self, features):
         return (self.decoder(features),)
 
+    def with_a_number(self, features):
+        return self.decoder(features) + 1.0
+
+    def with_a_bias_of_another_module(self, features):
+        return self.decoder(features) + self.norm.bias
+
     def passes_self(self, features):
         return self.decoder(scale_of(self, features))
 

@@ -151,6 +151,18 @@ def test_the_divergence_is_that_of_trl(beta, items):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6 * float(theirs.abs().max()))
 
 
+def test_a_divergence_without_valid_tokens_is_zero_and_so_are_its_gradients():
+    student, weight = torch.randn(1, 7, 24, requires_grad=True), torch.randn(VOCAB, 24, requires_grad=True)
+    teacher, teacher_weight, mask = torch.randn(1, 7, 32), torch.randn(VOCAB, 32), torch.zeros(1, 7, dtype=torch.long)
+    loss, entropy, count = chunked_divergence_loss(
+        *(student, teacher, weight, teacher_weight, mask, 0.3, None, None, None),
+        *(1.0, 1.0, None, None, 1.0),
+    )
+    loss.backward()
+    assert loss == 0 and entropy == 0 and count == 0
+    assert not student.grad.any() and not weight.grad.any()
+
+
 # --- heads that are sharded ---
 
 

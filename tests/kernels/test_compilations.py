@@ -5,6 +5,7 @@ nothing.
 """
 
 import json
+from contextvars import copy_context
 
 import pytest
 import torch
@@ -241,6 +242,38 @@ def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu
     gpu.cached = True
     gpu.step(7)
     assert not gpu.compiled and not gpu.marked
+
+
+def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward_too(gpu, monkeypatch):
+    from flce_ops.support.vendor import H200, Compiling, compiling
+    from flce_ops.triton.launch import ahead
+
+    traced = []
+
+    def trace(launch, call):
+        traced.append(call.op)
+        compiling.get().heads.add(ahead.head_of(call))
+
+    def compile_traced(trace_all):
+        compiling.set(Compiling(H200))
+        trace_all()
+        return len(traced), []
+
+    def step(hidden):
+        input, weight = (torch.randn(7, hidden).bfloat16().requires_grad_(), torch.randn(33, hidden).bfloat16())
+        target_logit, lse, *_ = torch.ops.flce.linear_cross_entropy_forward(input, weight, torch.randint(33, (7,)))
+        if lse.requires_grad:
+            (lse - target_logit).sum().backward()
+
+    monkeypatch.setattr(ahead, "trace", trace)
+    gpu.compile = lambda trace_all: copy_context().run(compile_traced, trace_all)
+    step(16)
+    step(16)
+    assert gpu.compiled == ["linear_cross_entropy_forward"]
+    assert traced == ["linear_cross_entropy_forward", "linear_cross_entropy_backward"]
+    with torch.no_grad():
+        step(32)
+    assert traced[2:] == ["linear_cross_entropy_forward"]
 
 
 def test_nothing_is_compiled_ahead_while_a_graph_is_captured(gpu):

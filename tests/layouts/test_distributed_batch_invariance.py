@@ -167,11 +167,12 @@ def by_kernels(device):
     rows = -(-classes // ranks)
     own = slice(rank * rows, min((rank + 1) * rows, classes))
     asked = dict.fromkeys(("logit_sum", "expected_log_prob", "argmax", "log_sum_sq_probs", "mean_logit"), True)
-    for options in ({}, asked):
-        one = launch_forward(x, w, target, bias, None, **options)
+    for options, weight in (({}, None), (asked, None), (asked, torch.rand(classes))):
+        own_weight = None if weight is None else weight[own]
+        one = launch_forward(x, w, target, bias, weight, **options)
         group = {"group": dist.group.WORLD.group_name, "ranks": ranks, "vocab_start": own.start, "vocab_size": classes}
         with flce_ops.workspace(1 << 16):  # several chunks
-            found = launch_forward(x, w[own], target, bias[own], None, **options, **group, batch_invariant=True)
+            found = launch_forward(x, w[own], target, bias[own], own_weight, **options, **group, batch_invariant=True)
         assert not differing([r for r in one if r.numel()], [r for r in found if r.numel()])
         shard = launch_forward(x, w[own], target, bias[own], None, **options, vocab_start=own.start, vocab_size=classes)
         assert differing([one[1]], [shard[1]])

@@ -141,7 +141,7 @@ def test_one_exchange_of_what_was_asked_for(world):
 
 def traffic(device):
     mesh = mesh_of(device, dist.get_world_size())
-    for options, numbers in (({}, 2), ({"entropy": True}, 3), ({"argmax": True}, 4), (BOTH, 5)):
+    for options, numbers in (({}, 3), ({"entropy": True}, 4), ({"argmax": True}, 5), (BOTH, 6)):
         inputs = batch(device, tokens=16)
         placed = place(inputs, mesh, [R], [Shard(0)])
         with RecordCollectives() as recorded:

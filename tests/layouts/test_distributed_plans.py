@@ -227,7 +227,7 @@ def plan_traffic(device):
         head(hidden, inputs.target).backward()
     N = inputs.target.numel()
     valid = N if device.type == "cuda" else int((inputs.target != -100).sum())  # a CPU leaves out ignored tokens
-    gathered = [("all_gather", FLOAT * N * D // size), ("all_gather", FLOAT * 2 * valid)]
+    gathered = [("all_gather", FLOAT * N * D // size), ("all_gather", FLOAT * 3 * valid)]
     expected = [*gathered, ("reduce_scatter", FLOAT * N * D)]
     assert recorded.calls == expected, recorded.calls
 

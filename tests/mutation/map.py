@@ -104,6 +104,18 @@ class Map:
     def read(cls, path: Path) -> "Map":
         return cls(json.loads(path.read_text()))
 
+    def lines_of_tests(self, package: Path) -> dict[str, set[tuple[str, int]]]:
+        """(file, line) that each test runs, of the files and functions that `package` still has."""
+        found: dict[str, set[tuple[str, int]]] = {name: set() for name in self.tests}
+        for file, functions in self.lines.items():
+            if (package / file).exists():
+                first = {name: line for name, line, _ in functions_of((package / file).read_text())}
+                for function, of_sets in functions.items():
+                    for place, offsets in of_sets.items() if function in first else ():
+                        for test in self.sets[int(place)]:
+                            found[self.tests[test]] |= {(file, first[function] + offset) for offset in offsets}
+        return found
+
     def tests_of(self, file: str, function: str, offsets: list[int]) -> list[tuple[str, float]]:
         """(test, seconds), quickest first: of a line of `function`, else of the function, else of the file.
 

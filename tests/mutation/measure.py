@@ -1,5 +1,6 @@
 """Makes the map: runs every test file in a process of its own and asks which lines each test ran."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .lines import AT_START, FOLDER, PACKAGE, Tests, lines_of
-from .map import made_of, written
+from .map import Map, made_of, written
 from .run import Project
 from .server import call
 
@@ -40,6 +41,7 @@ def trace_file(name: str, folder: str, package: str, sample: int) -> bool:
 def measure(
     project: Project, files: list[str], out: Path, *, work: Path, jobs: int, sample: int, seconds: float
 ) -> int:
+    """Writes `out`, which keeps what it has of other test files."""
     end = time.monotonic() + seconds
     copy = project.copied_to(work / "copy")
     (copy.root / "sitecustomize.py").write_text(AT_START)
@@ -57,8 +59,10 @@ def measure(
             folder = work / "lines" / str(index)
             folder.mkdir(parents=True)
             arguments = (files[index], str(folder), str(copy.root / copy.package), sample)
-            limit = min(SECONDS, end - begin)
-            done = call(trace_file, *arguments, root=copy.root, log=folder / "log", seconds=limit)
+            options = {"root": copy.root, "log": folder / "log", "seconds": SECONDS, "left": end - begin}
+            done = False
+            with contextlib.suppress(TimeoutError):
+                done = call(trace_file, *arguments, **options)
             print(f"{files[index]}: {time.monotonic() - begin:.0f} s{'' if done else ', not finished'}", flush=True)
 
     processes = [context.Process(target=work_off) for _ in range(jobs)]
@@ -66,14 +70,14 @@ def measure(
         process.start()
     for process in processes:
         process.join()
-    content = gathered(copy, work / "lines")
+    content = gathered(copy, work / "lines", Map.read(out) if out.exists() else None)
     out.write_text(written(content))
-    print(f"{len(content['tests'])} tests of {len(files)} files")
+    print(f"{len(content['tests'])} tests of {len({name.partition('::')[0] for name, _ in content['tests']})} files")
     return 0
 
 
-def gathered(project: Project, folder: Path) -> dict[str, Any]:
-    """The map of what the tests of several files wrote, a folder each."""
+def gathered(project: Project, folder: Path, before: Map | None = None) -> dict[str, Any]:
+    """The map of what the tests of several files wrote, a folder each, and of the other files' tests in `before`."""
     lines: dict[str, set[tuple[str, int]]] = {}
     taken: dict[str, float] = {}
     for one in sorted(folder.iterdir()):
@@ -81,4 +85,10 @@ def gathered(project: Project, folder: Path) -> dict[str, Any]:
             tests = json.loads((one / "tests.json").read_text())
             taken |= {name: test["seconds"] for name, test in tests.items()}
             lines |= lines_of(one)
-    return made_of(project.root / project.package, lines, taken)
+    package = project.root / project.package
+    if before is not None:
+        again = {name.partition("::")[0] for name in lines}
+        for name, found in before.lines_of_tests(package).items():
+            if name.partition("::")[0] not in again:
+                lines[name], taken[name] = found, before.seconds[name]
+    return made_of(package, lines, taken)

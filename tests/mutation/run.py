@@ -7,7 +7,7 @@ import random
 import resource
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
@@ -22,7 +22,8 @@ OPEN = ("survived", "not run", "unfinished")
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "site", "demo_output")
 GIB = 1 << 30
 MEMORY = 24 * GIB  # addresses of a process: a mutant may ask for more than there is
-PATIENCE = 60.0, 4.0  # seconds, and times what its tests took unmutated: more is a hang
+PATIENCE = 30.0, 4.0  # CPU seconds, and times what its tests took unmutated: more is a hang
+FIRST = 6  # so many tests run alone at first: collecting the files of all of them takes longer than most kills
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Project:
         # by contents, not by time: a mutant may be of the second in which the file was restored, and as long
         compileall.compile_dir(folder / self.package, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         return Project(folder, self.package)
+
+    def cloned_to(self, folder: Path) -> "Project":
+        """A copy of a copy, with what is compiled there."""
+        return Project(Path(shutil.copytree(self.root, folder)), self.package)
 
 
 @dataclass(frozen=True)
@@ -174,21 +179,43 @@ def run_tests(package: str, names: list[str], wrong: list[str], running: str) ->
 
 
 class Worker:
-    def __init__(self, project: Project, folder: Path, tests: Map) -> None:
-        self.project, self.folder, self.tests = project.copied_to(folder / "copy"), folder, tests
+    def __init__(self, project: Project, folder: Path, tests: Map, end: float) -> None:
+        self.project, self.folder, self.tests = project.cloned_to(folder / "copy"), folder, tests
+        self.end = end
         self.right: dict[str, bool] = {}  # does a test pass where nothing is mutated?
+        self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # of a file: tests that killed mutants of it
 
     def answer(self, names: list[str], seconds: float) -> dict[str, Any]:
         running = self.folder / "running"
         running.write_text("")
-        begin = time.monotonic()
         wrong = [name for name, right in self.right.items() if not right]
         arguments = (self.project.package, names, wrong, str(running))
-        found = call(run_tests, *arguments, root=self.project.root, log=self.folder / "log", seconds=seconds)
+        left = max(0.0, self.end - time.monotonic())
+        options = {"root": self.project.root, "log": self.folder / "log", "seconds": seconds, "left": left}
+        found, hangs = None, False
+        try:
+            found = call(run_tests, *arguments, **options)
+        except TimeoutError:
+            hangs = True
         if found is None:  # it hangs, or the process died
-            hangs = time.monotonic() - begin >= seconds
             found = {"failed": running.read_text() or f"import {self.project.package}", "passed": 0, "hangs": hangs}
         return found
+
+    def answer_mutated(self, mutant: Mutant, tests: list[tuple[str, float]]) -> dict[str, Any]:
+        """Of the first tests, and of the others if the first all pass."""
+        path = self.project.root / self.project.package / mutant.file
+        source, passed = path.read_text(), 0
+        path.write_text(mutant.fault.applied_to(source))
+        try:
+            for some in (tests[:FIRST], tests[FIRST:]):
+                seconds = PATIENCE[0] + PATIENCE[1] * sum(taken for _, taken in some)
+                found = self.answer([name for name, _ in some], seconds) if some else {"failed": None}
+                passed += found.get("passed", 0)
+                if found["failed"] is not None:
+                    break
+        finally:
+            path.write_text(source)
+        return found | {"passed": passed}
 
     def passes_unmutated(self, failed: str, names: list[str]) -> bool:
         """The test that failed; of another failure (an import, pytest's own) the first test."""
@@ -198,33 +225,30 @@ class Worker:
             self.right[failed] = self.answer([tried], PATIENCE[0] * 2)["failed"] is None
         return self.right[failed]
 
-    def examine(self, mutant: Mutant, named: list[tuple[str, float]] | None, left: float) -> dict[str, Any]:
+    def examine(self, mutant: Mutant, named: list[tuple[str, float]] | None) -> dict[str, Any]:
         """The row of a mutant. A test that fails without it too is left out."""
         begin = time.monotonic()
-        path = self.project.root / self.project.package / mutant.file
-        source = path.read_text()
-        tests = named or mutant.tests(self.tests)
+        killers = self.killers[mutant.file]
+        tests = sorted(named or mutant.tests(self.tests), key=lambda test: -killers[test[0]])  # else quickest first
         row = mutant.row()
         while True:
-            names = [name for name, _ in tests if self.right.get(name, True)]
+            tests = [test for test in tests if self.right.get(test[0], True)]
+            names = [name for name, _ in tests]
             if not names:
                 row |= {"result": "not run", "by": ""}
                 break
-            expected = sum(seconds for name, seconds in tests if name in names)
-            path.write_text(mutant.fault.applied_to(source))
-            try:
-                found = self.answer(names, min(PATIENCE[0] + PATIENCE[1] * expected, left))
-            finally:
-                path.write_text(source)
+            found = self.answer_mutated(mutant, tests)
             failed = found["failed"]
             if failed is None:
                 row |= {"result": "survived" if found["passed"] else "not run", "by": ""}
                 break
-            if time.monotonic() - begin >= left:
+            right = self.passes_unmutated(failed, names)
+            if time.monotonic() >= self.end:
                 row |= {"result": "unfinished", "by": failed}
                 break
-            if self.passes_unmutated(failed, names):
+            if right:
                 row |= {"result": "hangs" if found.get("hangs") else "killed", "by": failed}
+                killers[failed] += 1
                 break
             # fails without the mutant: that test is left out, or the file that cannot be imported, or all
             file = failed.removeprefix("import of ")
@@ -244,21 +268,25 @@ def run(
     seconds: float = float("inf"),
     named: list[tuple[str, float]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows in the order in which they came; `out` has each as soon as it is known."""
+    """The rows in the order in which they came; `out` has each as soon as it is known.
+
+    A mutant that no process began in time is unfinished.
+    """
     end = time.monotonic() + seconds
     write(out, [])
+    copy = project.copied_to(work / "unmutated")
     context = multiprocessing.get_context("fork")  # torch is imported once
     following, lock = context.Value("i", 0), context.Lock()
 
     def work_off(number: int) -> None:
-        worker = Worker(project, work / str(number), tests)
+        worker = Worker(copy, work / str(number), tests, end)
         while time.monotonic() < end:
             with following.get_lock():
                 index = following.value
                 following.value += 1
             if index >= len(mutants):
                 return
-            row = worker.examine(mutants[index], named, end - time.monotonic())
+            row = worker.examine(mutants[index], named)
             with lock, open(out, "a", newline="") as file:
                 csv.DictWriter(file, FIELDS).writerow(row)
             place = f"{row['file']}:{row['line']} {row['operator']}: {row['before']} -> {row['after']}"
@@ -269,7 +297,10 @@ def run(
         process.start()
     for process in processes:
         process.join()
-    return read(out)
+    rows = read(out)
+    rows += [mutant.row() | {"result": "unfinished"} for mutant in mutants[min(following.value, len(mutants)) :]]
+    write(out, rows)
+    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -27,6 +28,9 @@ IMPORTED = (
 
 
 CHECKOUT = str(Path(__file__).resolve().parents[2])
+# A limit counts a process's own CPU seconds, because load changes seconds on the clock. A process that waits forever
+# uses none, so it ends after WAITING times the limit on the clock.
+WAITING = 6.0
 
 
 def prepare() -> None:
@@ -40,10 +44,11 @@ def prepare() -> None:
             importlib.import_module(name)
 
 
-def call(function: Callable[..., Any], *arguments: Any, root: Path, log: Path, seconds: float) -> Any:
+def call(function: Callable[..., Any], *arguments: Any, root: Path, log: Path, seconds: float, left: float) -> Any:
     """`function(*arguments)` in a process of its own, whose folder and first path is `root`; None for no answer.
 
-    What it returns is JSON. All that it started ends with it.
+    What it returns is JSON. All that it started ends with it. TimeoutError: after `seconds` of its CPU time, after
+    WAITING times as many on the clock, or after `left` on the clock.
     """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     reading, writing = os.pipe()
@@ -52,6 +57,8 @@ def call(function: Callable[..., Any], *arguments: Any, root: Path, log: Path, s
         status = 1
         try:
             os.setsid()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (max(1, int(seconds)), max(1, int(seconds)) + 5))  # SIGXCPU first
             os.close(reading)
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -70,13 +77,16 @@ def call(function: Callable[..., Any], *arguments: Any, root: Path, log: Path, s
             os._exit(status)
     os.close(writing)
     try:
-        return _read(reading, time.monotonic() + seconds)
+        answer = _read(reading, time.monotonic() + min(WAITING * seconds, left))
     finally:
         os.close(reading)
         for end in (os.killpg, os.kill):  # the second where it has not reached setsid
             with contextlib.suppress(ProcessLookupError):
                 end(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, ended = os.waitpid(child, 0)
+    if os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGXCPU:
+        raise TimeoutError(f"{seconds} CPU seconds")
+    return answer
 
 
 def _read(pipe: int, deadline: float) -> Any:
@@ -89,6 +99,6 @@ def _read(pipe: int, deadline: float) -> Any:
         answer += part
         if answer.endswith(b"\n"):
             return json.loads(answer)
-        if not part:
-            break
-    return None
+        if not part:  # it died
+            return None
+    raise TimeoutError("no answer")

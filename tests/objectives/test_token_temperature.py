@@ -258,6 +258,14 @@ def test_an_operator_refuses_numbers_that_are_not_of_its_tokens():
         forward(*made.args, logit_scale=torch.ones(3))
     with pytest.raises(ValueError, match="expected softcap to be a 0-d tensor"):
         forward(*made.args, softcap=torch.ones(13, 1))
+    one, each = torch.ones(()), torch.ones(13)
+    with pytest.raises(
+        ValueError, match=r"expected logit_scale of shape \(13,\) as softcap is, or both as 0-d tensors"
+    ):
+        forward(*made.args, softcap=each, logit_scale=one)
+    with pytest.raises(ValueError, match=r"expected softcap of shape \(13,\) as logit_scale is"):
+        torch.ops.flce.cross_entropy_forward(torch.randn(13, 5), made.target, softcap=one, logit_scale=each)
+    assert torch.equal(forward(*made.args, softcap=each)[0], forward(*made.args, softcap=one)[0])
 
 
 def test_exported_programs_have_it():

@@ -166,7 +166,7 @@ def test_products_of_the_hessian_with_a_vector(device, name, reduction):
 
 def test_a_graph_through_the_product_is_a_third_derivative_and_refused(device):
     call, _, leaves, along = functions_of_matrices(device, "plain", "mean")
-    with pytest.raises(NotImplementedError, match="third derivatives"):
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy: third derivatives"):
         torch.autograd.functional.hvp(call, leaves, along, create_graph=True)
 
 
@@ -234,3 +234,12 @@ def test_second_derivatives_of_sure_tokens_vanish_whatever_the_last_digits_of_ls
         lse + moved,
     )
     assert second[sure].abs().max() < 1e-6
+
+
+def test_third_derivatives_are_refused_by_the_name_of_the_function_that_was_called():
+    inputs = make_inputs((5, 3, 7), dtype=torch.float64)
+    rows = flce_ops.linear_log_probs(*inputs.args).log_probs
+    (first,) = torch.autograd.grad(rows.sum(), inputs.input, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), inputs.input, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^linear_log_probs: third derivatives"):
+        second.sum().backward()

@@ -27,12 +27,16 @@ def accumulator(dtype):
 
 
 def dense_rows(inputs, weighted, **scores):
-    """target_logit, lse and logit_sum of float64 logits, 0 for ignored tokens."""
+    """target_logit, lse and logit_sum of the logits, 0 for ignored tokens. logit_sum is relative to lse, a constant
+    there.
+    """
     z = dense_logits(inputs.input, inputs.linear_weight, inputs.linear_bias, **scores)
     valid = inputs.target != -100
     target_logit = z.gather(1, inputs.target.where(valid, 0).long()[:, None])[:, 0].where(valid, 0.0)
-    logit_sum = (z * inputs.weight).sum(1) if weighted else z.sum(1)
-    return target_logit, z.logsumexp(1).where(valid, 0.0), logit_sum.where(valid, 0.0)
+    lse = z.logsumexp(1)
+    distance = z - lse.detach()[:, None]
+    logit_sum = (distance * inputs.weight).sum(1) if weighted else distance.sum(1)
+    return target_logit, lse.where(valid, 0.0), logit_sum.where(valid, 0.0)
 
 
 def test_public_function_is_the_operator(device):

@@ -185,6 +185,18 @@ def test_a_quantized_weight_that_wants_a_gradient_is_refused():
         flce_ops.linear_cross_entropy(torch.randn(N, D), weight, torch.randint(V, (N,)))
 
 
+def test_a_batch_of_cotangents_gives_the_gradients_of_each():
+    input, target = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
+    bias, weight = torch.randn(V, requires_grad=True), Sliced(torch.randn(V, D))
+    cotangents = torch.randn(3, N)
+    with flce_ops.workspace(1 << 16):  # several slices
+        losses = flce_ops.linear_cross_entropy(input, weight, target, bias, reduction="none")
+        batched = torch.autograd.grad(losses, (input, bias), cotangents, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(losses, (input, bias), c, retain_graph=True) for c in cotangents]
+    for found, expected in zip(batched, zip(*each), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected))
+
+
 def test_second_derivatives_of_a_quantized_head_are_refused():
     input = torch.randn(N, D, requires_grad=True)
     loss = flce_ops.linear_cross_entropy(input, Sliced(torch.randn(V, D)), torch.randint(V, (N,)))

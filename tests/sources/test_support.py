@@ -344,12 +344,38 @@ def test_torch_func():
     assert error(each, inputs.input.grad) < 1e-13
 
 
-def test_second_derivatives_are_refused_by_name():
+def test_second_derivatives_are_refused_by_the_name_of_the_function_that_was_called():
     inputs, ids = draw(SHAPE, 9, dtype=torch.float64)
-    found = flce_ops.linear_log_probs(*inputs.args, support=ids).log_probs.sum()
-    (grad,) = torch.autograd.grad(found, inputs.input, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_log_probs: second derivatives with a support"):
-        grad.sum().backward()
+    input, linear_weight, target, _ = inputs.args
+
+    def of_policy():
+        advantages = torch.ones(target.shape, dtype=torch.float64)
+        return flce_ops.linear_policy_loss(input, linear_weight, target, advantages, support=ids).loss
+
+    def of_log_probs():
+        return flce_ops.linear_log_probs(input, linear_weight, target, support=ids).log_probs.sum()
+
+    for function, name in ((of_policy, "linear_policy_loss"), (of_log_probs, "linear_log_probs")):
+        (grad,) = torch.autograd.grad(function(), input, create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"^{name}: second derivatives with a support"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("function", ["linear_log_probs", "linear_policy_loss"])
+def test_ids_that_no_token_reads_may_be_anything(device, function):
+    inputs, ids = draw(SHAPE, 9, dtype=torch.float64, without=0, ignored=0.4, device=device)
+    input, linear_weight, target, _ = inputs.args
+    per_token = (torch.ones(target.shape, dtype=torch.float64, device=device),) if function.endswith("loss") else ()
+    flat, offsets = as_csr(ids)
+    wrong = torch.tensor([-7, 10**12, SHAPE[2]], device=device)
+    ignored = target == -100
+    anything = torch.where(ignored[:, None], wrong[torch.randint(3, ids.shape, device=device)], ids)
+    ragged_anything, of_token = flat.clone(), torch.repeat_interleave(offsets.diff())
+    ragged_anything[ignored[of_token]] = 10**12
+    usual = getattr(flce_ops, function)(input, linear_weight, target, *per_token, support=ids).log_probs
+    for support in (anything, (ragged_anything, offsets), (torch.cat([flat, wrong]), offsets)):
+        found = getattr(flce_ops, function)(input, linear_weight, target, *per_token, support=support).log_probs
+        assert torch.equal(found, usual)
 
 
 # ---------------------------------------------------------------- wrong supports

@@ -84,6 +84,25 @@ def test_a_weight_that_wants_a_gradient_gets_that_of_weight_0_too():
     torch.testing.assert_close(change, expected)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_policys_log_probs_are_0_at_weight_0_whether_or_not_the_weight_wants_a_gradient(device, reduction):
+    inputs = weighted(0.5, device=device)
+    advantages = torch.randn(N, dtype=torch.float64, device=device)
+
+    def log_probs(token_weight):
+        return flce_ops.linear_policy_loss(
+            *inputs.args[:3], advantages, linear_bias=inputs.linear_bias, token_weight=token_weight, reduction=reduction
+        ).log_probs
+
+    constant = log_probs(inputs.token_weight)
+    learnt = log_probs(inputs.token_weight.clone().requires_grad_())
+    left_out = (inputs.token_weight == 0.0) | (inputs.target == -100)
+    assert torch.equal(constant == 0.0, left_out) and torch.equal(learnt == 0.0, left_out)
+    torch.testing.assert_close(learnt, constant)
+    with torch.no_grad():
+        torch.testing.assert_close(log_probs(inputs.token_weight), constant)
+
+
 def test_metrics_count_tokens_of_weight_0():
     inputs = weighted(0.5)
     _, with_zeros = flce_ops.linear_cross_entropy(*inputs.args, **inputs.options, return_metrics=True)

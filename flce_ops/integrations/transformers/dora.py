@@ -25,7 +25,7 @@ def is_dora(variant: object) -> bool:
 
 
 def why_not_a_scale(head: Any, adapter: str, active: list[str]) -> str | None:
-    """What keeps a DoRA adapter of the head from being a factor of each class; None if nothing does."""
+    """Why a DoRA adapter of the head cannot be used as a factor for each class; None if it can."""
     if adapter not in active:
         return None
     if len(active) > 1:

@@ -1,4 +1,4 @@
-"""The lm_head: an nn.Linear whose forward returns the loss when it gets targets, or a head that ends in one
+"""The lm_head, whose forward returns the loss when it gets targets: an nn.Linear, or a module that ends in an nn.Linear
 (transform_head.py).
 
 The loss runs inside the forward of the module that owns the weight. So libraries that gather parameters around a
@@ -98,7 +98,7 @@ def forward_of_head(module: nn.Module) -> BoundForward:
         return BoundForward(linear_or_loss, module, forward_of_head)
     if is_lora(module):
         return BoundForward(lora_or_loss, module, forward_of_head)
-    inner_of(module)  # reads the source now, because torch.compile cannot
+    inner_of(module)  # reads the forward's source now, because torch.compile cannot trace that
     return BoundForward(transform_then_loss, module, forward_of_head)
 
 

@@ -67,8 +67,8 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def name_of(function: Callable) -> str:
-    """The function's name and where it is written. The name alone would not do: functools.wraps gives a wrapper the
-    name of what it wraps.
+    """The function's name and where it is written. The name alone is not enough: functools.wraps gives a wrapper the
+    name of the wrapped function.
 
     The repr of a bound method would contain its whole module.
     """

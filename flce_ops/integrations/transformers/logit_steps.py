@@ -1,4 +1,6 @@
-"""The steps from a head's output to the logits of its loss, in the order of the operator."""
+"""The steps (bias, scale, softcap) that a model applies to its head's output before the loss, in the order in which the
+operator applies them.
+"""
 
 from dataclasses import dataclass
 from typing import cast

@@ -33,7 +33,7 @@ def is_lora(head: nn.Module) -> bool:
 
 
 def why_not_a_pair(head: Any) -> str | None:
-    """What keeps an adapter from being a low-rank pair; None if nothing does."""
+    """Why an adapter of the head cannot be used as a low-rank pair; None if all can."""
     active = active_adapters(head)
     for adapter in head.lora_A:
         variant = head.lora_variant[adapter] if adapter in head.lora_variant else None

@@ -1,7 +1,7 @@
 """The object that replaces the logits in an output. It says why they are not there.
 
-None would not do. Code that counts the entries of an output, such as Trainer and return_dict=False, would take the next
-entry for the logits, and an error about None names no cause.
+None cannot replace the logits. Code that finds an output's entries by their number, such as Trainer and
+return_dict=False, would take the next entry for the logits. And an error about None would not name the cause.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class LogitsNotComputed:
     """
 
     def __init__(self, *parts: object) -> None:
-        """DataParallel makes one from those of its replicas."""
+        """Takes any arguments, because DataParallel makes one object from those of its replicas."""
 
     def __repr__(self) -> str:
         return "<logits not computed: flce_ops has patched the model>"
@@ -30,7 +30,7 @@ class LogitsNotComputed:
         return "LOGITS_NOT_COMPUTED"
 
     def __getattr__(self, name: str):
-        raise AttributeError(MESSAGE)  # accelerate asks whether there is a dtype
+        raise AttributeError(MESSAGE)  # accelerate calls hasattr for a dtype
 
     def __iter__(self) -> Iterator:
         raise RuntimeError(MESSAGE)

@@ -1,8 +1,8 @@
 """Metrics of the loss in a model's output: return_metrics of linear_cross_entropy, as further fields.
 
-They are fields of a class made for the purpose. Attributes would be lost when an output is rebuilt from its entries
-(accelerate's mixed precision, pytrees). They are the last fields, so that the other entries keep their places in a
-tuple.
+They are fields of a dataclass that is made here, a subclass of the output's class. Attributes would be lost when an
+output is rebuilt from its entries (accelerate's mixed precision, pytrees). They are the last fields, so that the other
+entries keep their places in a tuple.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ from .zero3 import gathered_in_backward
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the order in which TRL takes them
 METRICS = dict(zip(("entropy", "log_sum_sq_probs", "mean_logit", "is_top1"), OUTPUTS))  # their names here
-NO_CLASS = -100  # TRL's targets are classes, also where it ignores what comes of them
+NO_CLASS = -100  # no target equals it: TRL passes a class for every token, also for those that it ignores later
 
 
 class ChunkedLogProbs:

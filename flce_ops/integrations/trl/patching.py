@@ -1,8 +1,8 @@
-"""The names of TRL by which its trainers compute, and what goes there.
+"""The names in TRL that this package replaces, and who uses them:
 
 trl.trainer.utils._ChunkedLogProbFunction                       called by the forward that add_fused_lm_head sets
-trl.trainer.utils._use_triton                                   asked there whether ignored tokens are left out
-trl.trainer.sft_trainer.SFTTrainer.compute_loss                 calls that forward, and takes sums alone for "nll"
+trl.trainer.utils._use_triton                                   that forward asks it whether to leave out ignored tokens
+trl.trainer.sft_trainer.SFTTrainer.compute_loss                 calls that forward; for "nll" it uses only sums
 trl.trainer.distillation_trainer._chunked_divergence_loss       called by DistillationTrainer
 """
 
@@ -47,7 +47,9 @@ DIVERGENCE = Place(
 
 
 def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """SFTTrainer's own, with the head that gives it sums where it takes no more."""
+    """SFTTrainer's own method. While it runs for "nll", which uses only sums over tokens, the head computes these sums
+    in one pass (sft.py).
+    """
     kept = LOG_PROBS.get()
     if self.args.loss_type == "nll":
         LOG_PROBS.set(with_threshold(SummedLogProbs, kept.gradient_threshold))

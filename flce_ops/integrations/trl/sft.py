@@ -1,10 +1,11 @@
-"""SFTTrainer's nll by one pass over the logits, whose gradients forward makes: of TRL's head it takes sums alone.
+"""SFTTrainer's nll in one pass over the logits, in which forward makes the gradients. That is possible because
+compute_loss uses only these sums over tokens of the results of TRL's head:
 
     SFTTrainer.compute_loss    -log_probs.sum() / count,   entropy.sum(),   is_top1.sum()
 
-While that method runs, each token's log-probability is the mean over the tokens. The sum over tokens and the gradient
-of that sum are then those of the tokens' own log-probabilities. A gradient that differs from token to token is another
-loss than SFT's nll, and is refused.
+While that method runs, the head returns the mean over the tokens as each token's log-probability. The sum over tokens
+and its gradient are the same as with the tokens' own log-probabilities. If the gradients of two tokens differ, the loss
+is not SFT's nll, and an error says so.
 """
 
 from typing import Any
@@ -51,9 +52,9 @@ class MeanOfTokens(torch.autograd.Function):
             "expected SFTTrainer's nll to take the sum of its head's log_probs, got a gradient that differs from token "
             "to token; train without flce_ops.integrations.trl.patch()",
         )
-        return grad[:1].sum() * ctx.count, None  # exact where the loss is the mean of this batch: 1, mostly
+        return grad[:1].sum() * ctx.count, None  # usually 1, and so exact, if the loss is the mean of this batch
 
 
 def valid_tokens_alone(device: torch.device) -> bool:
-    """TRL leaves out ignored tokens before its head on GPUs, and else computes what it does not read."""
+    """Replaces TRL's _use_triton. TRL leaves out ignored tokens on GPUs only; now it does so on every device."""
     return True

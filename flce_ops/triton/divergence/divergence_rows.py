@@ -34,7 +34,7 @@ from .softmax_rows import Softmax, store_shift
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
-BLOCK_ROWS = 64  # of the kernels that read one number a row
+BLOCK_ROWS = 64  # rows of a program, in kernels that read one number for each row
 
 
 class Distributions(NamedTuple):
@@ -82,7 +82,7 @@ def divergence_kernel(
     beta_ptr,  # (), used by "jsd"
     sums_ptr,  # (s, T, n) out; or None
     gradient_ptr,  # (n, V) out, over the student's logits; or None
-    row_number_ptr,  # (n,), row numbers for G; None for 1
+    row_number_ptr,  # (n,), the number of each row that G needs; None for 1
     scale,  # RowScale, for G
     valid_tokens,  # ValidTokens
     n,
@@ -128,7 +128,7 @@ def divergence_kernel(
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
             if scale.of_sums is not None:
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
-            # an infinite factor would give inf of both signs in one row, and 0 * inf
+            # nan everywhere: an infinite factor would otherwise give inf, -inf and nan in one row
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
             gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
             if student.softcap is not None:
@@ -214,7 +214,7 @@ class Rows:
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
         self.row_number = student.shift.new_empty(self.n)
         self.scale_of_sums: Tensor | None = None
-        # the others need a sum of the row first; probabilities that are given may not add up to 1
+        # the other divergences need a sum over the row before G; so do given probabilities, which may not add up to 1
         self.gradient_at_once = self.kind is Forward and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:

@@ -1,4 +1,5 @@
-"""Stores logits as int16, for float16 operands: float16 operands are rounded more finely than float16 holds u.
+"""Stores logits u as int16. It is used for float16 operands: float16 itself would round u more coarsely than it rounds
+the operands.
 
 u <= 0 is a logit relative to a maximum, in base 2.
 

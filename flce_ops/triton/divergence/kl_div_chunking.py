@@ -1,7 +1,8 @@
-"""How linear_kl_div divides its tokens: into chunks, whose G is kept for the gradient GEMMs, and blocks of a chunk.
+"""How linear_kl_div divides its tokens into chunks, and each chunk into blocks. G of a whole chunk stays in memory for
+the gradient GEMMs.
 
-One block at a time has the logits of both models in memory. One buffer of M rows holds them. The student's logits are
-stored where the block's G will be. The teacher's are in the last rows, which no G has reached yet:
+The logits of both models are in memory for one block at a time, in a buffer of M rows. G of a block will overwrite the
+block's student logits. The teacher's logits are in the last rows, which no G has reached yet:
 
     row 0        o          o + p                M - p          M
         G of earlier blocks | student's | ...   | teacher's |         o + 2 p <= M
@@ -33,7 +34,7 @@ ROW_ALIGNMENT = 16  # rows of logits start at multiples of this: loads of 16 byt
 # often.
 ROWS_OF_BLOCK = 512
 WEIGHT_READ = 1.25  # time to read one tile of linear_weight from HBM, in tiles of 128 rows (H200, 4.2 TB/s)
-LAUNCHES = 1  # the remaining cost of a block, in waves
+LAUNCHES = 1  # the fixed cost of a block, mostly its launches, in waves of tiles
 
 
 class RowChunking(NamedTuple):
@@ -54,7 +55,7 @@ def chunk_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradie
     apart = hidden * size * (gradients.input is None)
     of_both = 1 if teacher_input is None else 2
     tiles = triton.cdiv(classes, tiles_for(input).block_n)
-    of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # row sums and tile maxima
+    of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # float32 row sums and tile maxima
     # with a teacher model, grad_input's float32 products use the memory of the teacher's logits
     reserved = small_bytes() if teacher_input is None else small_bytes() // 8
     if teacher_input is not None and not fits_in_logits(teacher_input, classes, size):

@@ -2,7 +2,7 @@
 
     rows, teacher's rows = the chunk's valid tokens                                                copy_rows.py
     t = logits of the teacher                   GEMM; float32 row sums in its epilogue             softmax_rows.py
-    s = logits of the student                   likewise; over shards one exchange of row numbers
+    s = logits of the student                   likewise; ranks that share V exchange row numbers
     divergence, G over s                        one or two passes over s and t                     divergence_rows.py
     grad_linear_weight += G.T @ rows            in float16 until the last chunk                    weight_gradient.py
     grad_input[rows]    = G @ linear_weight     in float32, rounded once; its splits where t was   input_gradient.py
@@ -10,7 +10,8 @@
 All three operators run this loop. Forward makes no G. Backward starts from the row numbers that forward saved. The
 first four lines run for one block of the chunk at a time (kl_div_chunking.py), because the teacher's logits are not
 needed once G is made. So 4096 tokens of 151936 classes take 4 chunks of 1024 in the default workspace. With two
-matrices of a whole chunk they would take 6 of 768. A teacher's probabilities are read where they are.
+matrices of a whole chunk they would take 6 of 768. If the user gives the teacher's probabilities, the kernels read them
+in place.
 """
 
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class KlDivStep:
         self.classes = operands.linear_weight.shape[0]
         self.tile = tiles_for(input).block_n
         dtype = stored_dtype(input, self.options.softcap)
-        # of the student, then G; behind them the teacher's
+        # the student's logits, then G; after them the teacher's logits
         self.logits = input.new_empty(chunking.rows * row_numbers(self.classes), dtype=dtype)
         self.teacher_rows = None
         if teacher_input is not None and not fits_in_logits(teacher_input, self.classes, dtype.itemsize):

@@ -6,7 +6,7 @@ tile_sums.py             adds up the numbers that epilogues store for each row a
 weight_gradient.py       E.T @ (c input), summed over chunks
     sum_scales.py        the scales of that sum
     overflow_rows.py     rows that overflow their scale
-    transposed_tiles.py  transposed tiles, for a last block of features that is at most half full
+    transposed_tiles.py  computes the last features in transposed tiles, if they fill at most half a tile
 input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
 tma.py                   tensor maps of matrices, for TMA

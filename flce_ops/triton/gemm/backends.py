@@ -1,5 +1,5 @@
-"""Which implementation makes the three products of a head: one row of BACKENDS each. The steps call GEMMs only through
-this table.
+"""The table BACKENDS: each row is one implementation of the three matrix products of a head. The steps call GEMMs only
+through this table.
 
     logits             epilogue(rows @ linear_weight.T), a tile at a time           logits_gemm.py, epilogues.py
     weight_gradient    the sum of E.T @ rows over chunks of tokens                  weight_gradient.py

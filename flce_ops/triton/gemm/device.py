@@ -43,12 +43,12 @@ def weight_tiles_for(grad_weight: Tensor) -> Tiles:
 
 
 def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
-    """Tiles of the weight gradient if it is added to a buffer. Tensor maps then only load the half operands."""
+    """Tiles of the weight gradient if it is added to a buffer. Tensor maps then only load the 16-bit operands."""
     return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
 
 
 def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
-    """With `live`, tiles that only multiply live blocks: they have at most 128 rows."""
+    """With `live`, the tiles of a GEMM that multiplies only live blocks (sparse/live_tiles.py): at most 128 rows."""
     columns = linear_weight.shape[1]
     hopper = "hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
     if columns <= 64 and not live:
@@ -91,5 +91,5 @@ def chip_of_gpu(device: torch.device) -> Chip:
 
 def multiprocessors(tensor: Tensor) -> int:
     if interpreted(tensor):
-        return 4  # enough programs that the interpreter meets uneven shares of tiles
+        return 4  # 4 programs divide the tiles unevenly in tests, as a GPU's programs do
     return chip_of(tensor.device).multiprocessors

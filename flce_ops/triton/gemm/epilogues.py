@@ -8,8 +8,8 @@ e).
     max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
-An epilogue returns the tile that the GEMM rounds and stores. Each takes the named tuple that stands above it. Fields
-that are None are left out.
+An epilogue returns the tile that the GEMM rounds and stores. Each epilogue reads its operands from the named tuple
+defined above it. If a field is None, its sum or its term is left out.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def in_vocabulary(values, col_mask, other, EVEN_V: tl.constexpr):
 
 @triton.jit
 def reference_logits(pointer, rows, row_mask):
-    """inf for rows without a token: their logits are 0, so their exponentials become 0."""
+    """Loads the reference logits. Rows without a token get inf: their logits are 0, so exp(0 - inf) = 0."""
     return tl.load(pointer + rows, mask=row_mask, other=float("inf"))
 
 
@@ -62,10 +62,10 @@ class ReferenceClass(NamedTuple):
     """
 
     column: Tensor  # int64; -1 is read as class 0
-    logit: Tensor  # unchanged by a rescue
+    logit: Tensor  # a rescue (steps/exponentials.py) does not change this copy
 
 
-# fields of ExpSum with one row a tile
+# the fields of ExpSum that hold one row of numbers for each tile
 PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "total"
 
 
@@ -79,7 +79,7 @@ class ExpSum(NamedTuple):
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
     squares: Tensor | None = None  # (T, n) out, sum_cols E^2
     total: Tensor | None = None  # (T, n) out, sum_cols z
-    quantization: Quantization | None = None  # its maxima are written
+    quantization: Quantization | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
     first_column: int = 0  # the class of column 0
 
@@ -132,7 +132,7 @@ def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     partial_offset = tile.to(tl.int64) * row_distance(n) + rows
     z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
     row_max = tl.max(z, 1)
-    finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # a tile of -inf only has sum 0, not nan
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # if a tile has only -inf, its sum is 0, not nan
     z -= finite[:, None]
     store_sum(operands.partial, tl.exp2(z), partial_offset, row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)

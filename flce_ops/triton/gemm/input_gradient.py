@@ -72,7 +72,7 @@ def finished_tile(
 @Kernel
 def input_gradient_kernel(
     exponentials,  # (n, v): tensor descriptor with USE_TMA, else a Matrix
-    classes,  # (v, D): likewise, rows of linear_weight
+    classes,  # (v, D): the same kinds; rows of linear_weight
     linear_weight,  # (V, D), all of linear_weight
     product_ptr,  # (S, count, D) float32: written, or added to
     out,  # (n, D) out
@@ -83,7 +83,7 @@ def input_gradient_kernel(
     D,
     v,
     numbers,  # how many float32 numbers `product` holds
-    depth_of_splits,  # main-loop steps of the longest slice: all slices get the same number of splits
+    depth_of_splits,  # main-loop steps of the longest slice; it decides the number of splits of every slice
     WHOLE: tl.constexpr,  # the slice is all of V
     FIRST: tl.constexpr,  # this is the first slice
     USE_TMA: tl.constexpr,
@@ -91,7 +91,7 @@ def input_gradient_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
-    STEPS: tl.constexpr,  # of a range, where V is split in these; else 0
+    STEPS: tl.constexpr,  # main-loop steps of a range, if V is split into ranges (split_k.py); else 0
 ):
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -192,9 +192,9 @@ class InputGradient:
     finish: Finish
     valid_tokens: ValidTokens
     columns: list[slice]  # of the slices
-    product: Tensor  # flat float32 memory; of several slices it has to hold (n, D) numbers
+    product: Tensor  # flat float32 memory; with several slices at least n D numbers
     live: Steps = EVERY_STEP  # of one slice
-    by_ranges: bool = False  # V is split in ranges, whose products are added in order: one slice, or one a range
+    by_ranges: bool = False  # batch_invariant: `columns` is one slice, or one slice for each range (split_k.py)
 
     def __post_init__(self) -> None:
         self.whole = len(self.columns) == 1
@@ -239,10 +239,10 @@ class InputGradient:
     def close(self) -> None:
         n, hidden = self.out.shape
         if self.whole and (0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden)):
-            return  # there is one split, whatever the count is
+            return  # with one split for any number of valid tokens, the GEMM has finished
         rows, columns = 8, 256
-        # About 16 programs a multiprocessor. With one program for each block of 4096x4096, returning took 9 us when no
-        # token is valid.
+        # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when
+        # no token is valid.
         blocks = min(triton.cdiv(n, rows), triton.cdiv(16 * self.programs, triton.cdiv(hidden, columns)))
         finish_product_kernel[(blocks, triton.cdiv(hidden, columns))](
             self.product,

@@ -9,8 +9,8 @@
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
                         + the product of a low-rank pair, if there is one              (low_rank_pair.py)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
-    result = epilogue(z), which also stores sums, one number a row and tile             (epilogues.py)
-             0 in the rows of a tile behind the valid tokens                            (valid_tokens.py)
+    result = epilogue(z), which also stores sums, one number per row and tile             (epilogues.py)
+             0 in a tile's rows after the last valid token                            (valid_tokens.py)
     out = result dz/du / logit_scale, rounded once; optional            (max_sum: without dz/du, or the logits
                                                                          before the softcap)
 
@@ -52,7 +52,7 @@ LARGEST_SUM = tl.constexpr(2.0**60)
 
 @triton.jit
 def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
-    """(z UNIT, dz/du / logit_scale) of the raw products; the second is meaningful only with a softcap.
+    """Returns (z UNIT, dz/du / logit_scale) for the raw products `acc`. The second is meaningful only with a softcap.
 
     `logit_options`, LogitOptions or LogitNumbers, says which options there are. `numbers` are these options, loaded:
     scalars, or numbers of rows that broadcast.
@@ -67,8 +67,8 @@ def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
         e = tl.exp2(tl.where(y2 > 126.0, 126.0, y2))
         inverse = 1.0 / (1.0 + e)
         # Below |y| = 0.55 that form of tanh cancels: its absolute error is 6e-8 whatever y is. There z is u times
-        # tanh(y) / y, a polynomial in y2^2 with a relative error of 3e-8, so a large cap keeps all digits of u. It adds
-        # 8 instructions to 11 to 15.
+        # tanh(y) / y, a polynomial in y2^2 with a relative error of 3e-8, so a large cap keeps all digits of u. The
+        # polynomial adds 8 instructions to the 11 to 15 that the other form takes.
         square = y2 * y2
         tanh_by_y = 1.0 + square * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
         small = acc * (logit_scale * UNIT) * tanh_by_y
@@ -82,8 +82,8 @@ def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
 
 @triton.jit
 def exceeds(guard_ptr):
-    """True for sums above LARGEST_SUM and for nan. The guard holds the bits of a non-negative float, which order as the
-    float does.
+    """True for sums above LARGEST_SUM and for nan. The guard is the bit pattern of a non-negative float. Such bit
+    patterns, read as integers, have the order of the floats.
     """
     largest_sum = tl.load(guard_ptr).to(tl.float32, bitcast=True)
     return (largest_sum > LARGEST_SUM) | (largest_sum != largest_sum)
@@ -93,14 +93,14 @@ def exceeds(guard_ptr):
 def logits_gemm_kernel(
     input,  # (n, D): tensor descriptor with USE_TMA, else a Matrix
     linear_weight,  # (V, D): likewise
-    out,  # (n, V): likewise, out; None where nothing is stored
+    out,  # (n, V) out: likewise; None if nothing is stored
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
     pair_input_ptr,  # (n, r): tensor descriptor with USE_TMA, else a pointer; None without a pair
     pair_weight_ptr,  # (V, r)
     class_scale_ptr,  # (V,) float32; multiplies the products and the stored result; None for 1
-    guard_ptr,  # () int32, bits of an earlier pass's largest row sum; returns unless it is too large; None: always run
+    guard_ptr,  # () int32, largest row sum of an earlier pass; the kernel runs only if it is too large; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
     D,
@@ -190,7 +190,7 @@ def logits_gemm_kernel(
                 else:
                     out.store([row_start, col_start], rounded)
             else:
-                # also writes zeros behind the valid rows, as TMA does
+                # also writes the zeros after the valid rows, as the store through TMA does
                 store_tile(out, result, rows, cols, rows < n, col_mask)
 
 
@@ -205,7 +205,7 @@ def launch_logits_gemm(
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
-    pair: Pair = NO_PAIR,  # a low-rank pair whose product is added
+    pair: Pair = NO_PAIR,  # the low-rank pair (steps/low_rank_pair.py) whose product is added
     tiles: LogitsTiles | None = None,
 ) -> None:
     n, hidden = input.shape

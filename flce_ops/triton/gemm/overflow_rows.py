@@ -1,15 +1,16 @@
 """Rows of a tile of grad_linear_weight whose products overflow their scale: makes them again and adds them under a new
 scale.
 
-A later chunk (weight_gradient.py) skips such rows and sets bit 0 of their scale's byte, the mark. They belong to rare
-classes that are a target for the first time. There are a few in a chunk of few tokens, where many chunks share a
-scale's room. The kernel below runs after each later chunk. It returns immediately if no row is marked. Otherwise:
+A later chunk (weight_gradient.py) skips such rows and sets bit 0 of their scale's byte, the mark. Such rows belong to
+rare classes that are a target for the first time. They occur if a step has many small chunks, because the sums of many
+chunks then have to stay in the range of one scale. The kernel below runs after each later chunk. It returns immediately
+if no row is marked. Otherwise:
 
     for LOOK blocks of classes at a time:        one read of their marks, for one block of features
         for a block of which a row is marked:    acc = E.T @ (c input),  sum scale + acc  under a new scale
 
-So a program looks for marks with a few reads. On an H200, 16384x2048x128256 in chunks of 384 tokens, looking at every
-tile separately and running its epilogue took 270 us a chunk, half as long as the chunk's products.
+So a program needs only a few reads to look for marks. A kernel that looked at every tile separately and ran its
+epilogue took 270 us per chunk, half as long as the chunk's products (H200, 16384x2048x128256, chunks of 384 tokens).
 """
 
 import triton

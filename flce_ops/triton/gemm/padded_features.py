@@ -4,8 +4,9 @@ A tensor map needs rows of a multiple of 16 bytes. Triton stores a tile in whole
 divides the stride. The padded copies of input, linear_weight and their gradients are made only if they fit three
 quarters of the workspace.
 
-H200, GPU time of a step in ms. 8192x2052x32000 by pointers: 37. D = 2056: 7.1, of which grad_input takes 3.1. D = 2064:
-5.6, of which grad_input takes 1.8. The four copies at D = 2052 take 0.19.
+GPU time of a step of 8192 tokens and 32000 classes on an H200: at D = 2052, read by pointers, 37 ms; at D = 2056 7.1
+ms, of which grad_input takes 3.1; at D = 2064 5.6 ms, of which grad_input takes 1.8. The four padded copies at D = 2052
+take 0.19 ms.
 """
 
 import functools
@@ -25,7 +26,9 @@ MULTIPLE = 16
 
 
 def with_padded_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
-    """For a launcher whose two-dimensional results of the input's dtype are all (N, D) or (V, D)."""
+    """Wraps a launcher so that it runs on padded copies, and cuts its results back to D columns. All two-dimensional
+    results of the launcher that have the input's dtype must be (N, D) or (V, D).
+    """
 
     @functools.wraps(launch)
     def run(call: Any) -> tuple[Tensor, ...]:

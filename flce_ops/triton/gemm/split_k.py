@@ -1,12 +1,13 @@
 """S, the number of ranges V is split into for grad_input (split-K), and the memory where their products wait.
 
-The (n, D) output has few tiles, and each runs long. If they do not fill the multiprocessors evenly, V is split into S
-ranges, whose products wait in float32 memory until they are added. For example, 1408 tokens of 4096 features are 176
-tiles, 1.33 waves of 132 programs; three splits make 528 tiles, 4 waves of a third of the length. The device chooses the
-best S that the memory allows, since only the device knows how many tokens are valid.
+The (n, D) output has few tiles, and each tile runs long. If the tiles do not fill the multiprocessors evenly, V is
+split into S ranges, whose products wait in float32 memory until they are added. For example, 1408 tokens of 4096
+features are 176 tiles, 1.33 waves of 132 programs; three splits make 528 tiles, 4 waves of a third of the length. The
+device chooses the best S that the memory allows, since only the device knows how many tokens are valid.
 
-Bits that depend on no other token (batch_invariant) need another rule, as S follows from their number: ranges of RANGE
-classes, whose products are added in their order, in the kernel behind the GEMM or one after another in memory.
+S depends on the number of valid tokens, and so do the bits of the sum. With batch_invariant a token's bits must not
+depend on other tokens. V is then split into ranges of RANGE classes, and their products are added in the order of the
+ranges: by the kernel after the GEMM, or one after another in memory.
 
                                                H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
 """
@@ -20,15 +21,17 @@ from .tiles import Tiles
 
 # D hidden, V vocabulary
 
-RANGE = 16384  # classes: 8 of 128256 make the tiles of 512 tokens of 4096 features fill 132 programs evenly
-RANGE_BYTES = 64 << 20  # of their products; where these are more, rows take turns
+RANGE = 16384  # classes; 128256 classes are 8 ranges, and 512 x 4096 outputs then fill 132 programs evenly
+RANGE_BYTES = 64 << 20  # of memory for products of ranges; if they need more, rows are processed in groups
 MOST_SPLITS = tl.constexpr(16)
-TILE_OVERHEAD = tl.constexpr(8)  # the cost of filling the pipeline and storing a tile, in main-loop steps
+TILE_OVERHEAD = tl.constexpr(8)  # time to fill the pipeline and to store a tile, in main-loop steps
 
 
 @triton.jit
 def splits_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The number S of splits whose waves of PROGRAMS tiles take the fewest steps, within `numbers` floats."""
+    """The number S of splits that takes the fewest main-loop steps, if PROGRAMS tiles run at a time. The float32
+    products of the splits must fit `numbers` numbers.
+    """
     tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
     splits = 1 + tl.arange(0, MOST_SPLITS)
     waves = (tiles * splits + PROGRAMS - 1) // PROGRAMS
@@ -52,18 +55,20 @@ def ranges_of(num_classes: int) -> int:
 
 
 def products_of_ranges(num_classes: int) -> int:
-    """That wait in memory: that of one range is finished where it is made."""
+    """How many products of ranges wait in memory: none if there is one range, which the GEMM's epilogue finishes."""
     ranges = ranges_of(num_classes)
     return ranges if ranges > 1 else 0
 
 
 def steps_of_range(tiles: Tiles) -> int:
-    """Of its main loop."""
+    """The number of main-loop steps of a range."""
     return RANGE // tiles.block_k
 
 
 def room_for_products(product: Tensor, out: Tensor, products: int, multiple: int) -> tuple[int, Tensor]:
-    """How many rows of `out` have their float32 products in `product`, or in memory in its place; all if none waits."""
+    """How many rows of `out` can have their float32 products in memory at a time, and that memory: `product`, or a new
+    buffer if `product` is too small. All rows if no product waits.
+    """
     rows, of_row = out.shape[0], products * out.shape[1]
     if not of_row:
         return rows, product

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A scale is at most 2^ROOM times the largest number of its row. With more room, small numbers lose bits. With less,
-# rows of classes that first become a target in a later chunk overflow their scale more often.
+# A scale is at most 2^ROOM times the largest number of its row, so later sums have room to grow. With more room, small
+# numbers lose bits. With less room, a row overflows its scale more often if its class first becomes a target in a later
+# chunk.
 ROOM = tl.constexpr(6)
-# If each chunk chooses new scales, the largest number of a row is below 2^15 times its scale, and numbers above 2^-27
-# of it keep 11 bits.
+# The room if each chunk chooses new scales. The largest number of a row is then below 2^15 times its scale, and every
+# number above 2^-27 of the largest keeps 11 bits.
 NO_ROOM = tl.constexpr(-13)
 LARGEST_SUM = 2**15  # half of float16's largest number, in units of the scale
 

@@ -23,7 +23,9 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Launch options that all three GEMMs take. Operands have 16 bits; only the interpreter runs float32 ones."""
+        """Launch options that all three GEMMs take. Operands have 16 bits; only Triton's interpreter also runs float32
+        operands.
+        """
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -42,14 +44,14 @@ class LogitsTiles(Tiles):
 
 # H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS 658 / 643 / 605):
 #   686 / 639 / 572   these tiles
-#   655 / 617 / 587   the tile stored whole
+#   655 / 617 / 587   the same, but each tile stored whole
 #   660 / 625 / 579   four stages (which fit only if the tile is stored in halves)
 #   671 / 636 / 548   warp-specialised, not flattened
-#   508 / 477 / 403   128x128, two programs a multiprocessor
+#   508 / 477 / 403   128x128, two programs per multiprocessor
 HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
 HOPPER_SHALLOW = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
-# With four warps ptxas keeps up to 2 KiB of registers a thread in memory, with eight none in most variants (sm_80,
-# sm_120: python -m benchmarks.kernels.compile_cards). Neither was timed, because such a card was not at hand.
+# With four warps ptxas keeps up to 2 KiB of registers per thread in memory, with eight none in most variants (sm_80,
+# sm_120: python -m benchmarks.kernels.compile_cards). No such card was available, so neither was timed.
 AMPERE = LogitsTiles(128, 128, 32, num_warps=8, num_stages=3, tma=False, flatten=False)
 INTERPRETER = LogitsTiles(32, 128, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
 
@@ -85,5 +87,7 @@ WEIGHT_TILES = {
 
 
 def data_centre_chip(capability: int) -> bool:
-    """Whether the chip is a large one since Hopper. Only these have both TMA and 227 KiB of shared memory."""
+    """Whether the chip is a data-centre GPU of Hopper or later. Only these GPUs have both TMA and 227 KiB of shared
+    memory.
+    """
     return capability // 10 in (9, 10)

@@ -51,8 +51,8 @@ def store_tile(matrix, values, rows, cols, row_mask, col_mask):
 
 @triton.jit
 def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
-    """Orders tiles so that GROUP of the `blocks` sweep the other dimension together. Returns (which of `blocks`, which
-    of `across`).
+    """The place of tile number `tile` in a grid of `blocks` x `across` tiles: its index along both. The order of the
+    tiles is such that GROUP of the `blocks` sweep the other dimension together.
     """
     group_tiles = GROUP * across
     first = (tile // group_tiles) * GROUP

@@ -11,8 +11,9 @@
                     out += acc / scale              or acc.T
 
 All tiles take equal time. Tiles of one block of classes run at the same time, so each column of E is read from HBM
-once. H200, microseconds at 1536x896x151936 and 1664x640x128256: 713 and 485. If the padding is multiplied: 773 and 520.
-As two launches, the second in narrow tiles: 758 and 545, because each launch reads E. cuBLAS: 707 and 444.
+once. H200, microseconds at 1536x896x151936 and 1664x640x128256: 713 and 485. With full tiles for the last features,
+which multiply padding: 773 and 520. With a second launch for the last features, in narrow tiles: 758 and 545, because
+each launch reads E. cuBLAS: 707 and 444.
 """
 
 import triton
@@ -46,7 +47,7 @@ def transposed_tiles_kernel(
     n,
     V,
     room,  # the largest product of one chunk, in units of the scale
-    first_rows,  # rows of the first chunk; if they hold all valid tokens, the first chunk has written the result
+    first_rows,  # rows of the first chunk; if all valid tokens are in it, it has written the result
     stride_exponent,
     WHOLE: tl.constexpr,  # the number of whole blocks of features
     BLOCK_M: tl.constexpr,
@@ -74,8 +75,8 @@ def transposed_tiles_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(depth):
             lefts, rights, left_start, right_start = exponentials_map, rows_map, class_start, feature_start
-            # The condition names k on purpose: a choice that the compiler moves out of the loop ends its flattening
-            # (Triton 3.6).
+            # The condition uses k only so that the compiler keeps the branch inside the loop. If the compiler moves the
+            # branch out, it no longer flattens the loop over tiles and k (Triton 3.6).
             if behind + tl.minimum(k, 0) >= 0:
                 lefts, rights, left_start, right_start = (
                     rows_transposed_map,
@@ -86,8 +87,9 @@ def transposed_tiles_kernel(
             left = lefts.load([k * BLOCK_K, left_start])
             right = rights.load([k * BLOCK_K, right_start])
             acc = tl.dot(left.T, right, acc)
-        # Stored in halves, because shared memory has room for a half tile only. Each branch computes the scale's
-        # address itself: an address made before the branches ends the loop's flattening, too.
+        # The tile is stored in halves, because shared memory has room for half a tile only. Each branch computes the
+        # scale's address itself: if the address is computed before the branches, the compiler does not flatten the loop
+        # either.
         if behind >= 0:
             exponents = exponent_ptr + (feature_start // BLOCK_N).to(tl.int64) * stride_exponent
             columns = class_start + tl.arange(0, BLOCK_N)[None, :]

@@ -18,16 +18,17 @@ The host does not know how many tokens are valid. If there are several chunks, t
 twice: as the first and as the only one. The device runs one of the two launches, and the other returns immediately.
 Launches of later chunks return immediately if no tokens are left.
 
-On GPUs with tensor maps, the memory adds: a tile leaves through shared memory, and no program reads or waits for the
-stored sum. H200, 1408x4096x128256: 2.42 ms with the memory adding, 2.58 with the stored tile read, 2.27 for a first
-chunk, 2.41 by cuBLAS. A row of a tile whose products exceed the room above its scale is marked instead of added; a
-second launch adds it under a new scale (overflow_rows.py). Without tensor maps every tile is read, so each chunk
-chooses new scales, without room. The room costs bits in numbers below 2^-8 of the largest in their row of a tile:
-beside a feature 1000 times as large as the others, the others have 9 or 10 bits.
+On GPUs with tensor maps, the L2 cache does the additions (TMA's atomic add): a tile leaves through shared memory, and
+no program reads or waits for the stored sum. H200, 1408x4096x128256: 2.42 ms with additions in the L2, 2.58 if the
+kernel reads and writes the stored tile, 2.27 for a first chunk, 2.41 by cuBLAS. If the products of a row of a tile
+would overflow the sum, the row is marked instead of added, and a second launch adds it under a new scale
+(overflow_rows.py). Without tensor maps the kernel reads every stored tile, so each chunk chooses new scales and needs
+no room for growth. The room costs bits in numbers below 2^-8 of the largest in their row of a tile: beside a feature
+1000 times as large as the others, the others have 9 or 10 bits.
 
-A user's buffer (main_grad) is added to instead of written: each tile is read, and the sum is stored in the buffer's
-dtype, once for each range of tokens. Additions by the memory took as long (H200, 8 x 2048x4096x128256 into float32:
-87.9 and 87.4 ms).
+If the user gives a buffer (main_grad), the gradient is added to the buffer: each tile is read, and the sum is stored in
+the buffer's dtype, once for each range of tokens. Additions in the L2 took as long (H200, 8 x 2048x4096x128256 into
+float32: 87.9 and 87.4 ms).
 """
 
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def weight_gradient_kernel(
     stride_exponent,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    # adds to the result; FIRST and LAST are set as well, since every chunk then stores the result's dtype
+    # adds to the result; FIRST and LAST are then set as well, because every chunk stores the result's dtype
     ADDS: tl.constexpr,
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # classes
@@ -204,8 +205,8 @@ class WeightGradient:
     """grad_linear_weight of a step of one or several chunks."""
 
     out: Tensor  # (V, D)
-    chunks: int  # at most, in which tokens come; 1 where it adds
-    adds: bool = False  # to what `out` holds
+    chunks: int  # the most chunks that the tokens take; 1 with `adds`
+    adds: bool = False  # the gradient is added to what `out` holds
     outer: Outer = NO_OUTER
     blocks: Steps = EVERY_STEP
 
@@ -302,5 +303,5 @@ class WeightGradient:
 
 
 def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
-    """Bytes that a sum over several chunks takes beside grad_linear_weight: one for each scale."""
+    """Bytes of memory that a sum over several chunks needs beside grad_linear_weight: one byte for each scale."""
     return triton.cdiv(hidden, tiles.block_n) * num_classes

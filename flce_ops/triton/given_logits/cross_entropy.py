@@ -40,27 +40,27 @@ class Tile(NamedTuple):
     """How a program reads its row."""
 
     num_warps: int
-    block_g: int  # a block, in groups of 16 bytes
+    block_g: int  # the size of a block, in groups of 16 bytes
     held: int = 0  # at most this many blocks stay in registers
     num_stages: int = 4  # loads in flight for blocks that are read twice, the current one included
-    registers: int | None = None  # registers a thread
-    programs: int = 1  # programs a multiprocessor runs at a time
+    registers: int | None = None  # registers per thread
+    programs: int = 1  # programs per multiprocessor runs at a time
 
 
 # H200: bandwidth of the kernel relative to a copy's (4.2 to 4.3 TB/s). bfloat16 at V = 32000, 50304, 128256, 151936 |
-# float32 at 32000, 50304, 128256. The number behind + is with prefetched rows:
+# float32 at 32000, 50304, 128256. The number after + is with prefetched rows:
 #   .79 + .94   .88 + .90   .76   .74 | .91   .81   .70    SHORT
 #                           .78   .78 |             .74    LONG
 #                                     | .86   .86          LONG_FLOAT32
-#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs a multiprocessor
-#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, several rows a program, read while another is written
+#   .84         .83         .71   .70 | .80   .73   .67    nothing held, 16 warps, two programs per multiprocessor
+#   .85         .85 + .86   .74       | .86   .78   .68    SHORT, but each program reads a row while it writes another
 SHORT = Tile(8, 512, held=8, registers=128, programs=2)
 LONG = Tile(16, 1024, held=8)
 LONG_FLOAT32 = Tile(32, 1024, held=9, registers=64)
 STREAMED = Tile(16, 1024)
 INTERPRETED = Tile(1, 8, held=2)
 SHORT_BYTES = 160 << 10
-L2_BLOCKS = 8  # L2 blocks for a short row, read again or prefetched: 64 KiB a program, 17 MB in all
+L2_BLOCKS = 8  # blocks of a row in the L2, to be read again or prefetched: 64 KiB a program, 17 MB in all
 
 
 def tile_for(logits: Tensor, gradient: bool, softcap: bool) -> Tile:
@@ -168,7 +168,9 @@ def backward_step(call: LogitsBackward, grad_logits: Tensor) -> None:
 
 
 def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
-    """Makes rows of unit stride, contiguous vectors and float32 class weights."""
+    """Replaces the call's tensors, where necessary, by copies with rows of unit stride, contiguous vectors and float32
+    class weights.
+    """
     logits, target, weight = call.operands
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         logits = logits.contiguous()
@@ -194,7 +196,7 @@ def launch_rows(
     numbers: ForwardNumbers | LossResults | None,
     grad_logits: Tensor | None = None,  # (N, V) out; None if only numbers of the rows are wanted
     *,
-    known: KnownRows = NOTHING_KNOWN,  # excludes the options that follow
+    known: KnownRows = NOTHING_KNOWN,  # if given, the arguments that follow are not
     objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
     valid_tokens: Count | None = None,

@@ -1,13 +1,13 @@
-"""The kernel of given logits: one program a row. It reads the row from HBM once and writes its gradient once.
+"""The kernel of given logits: one program per row. It reads the row from HBM once and writes its gradient once.
 
                  V
         ┌──┬──┬──┬──┬──┬──┬──┐    The first blocks of a row stay in registers. The others are read twice, the second
       i │▓▓│▓▓│▓▓│▓▓│  │  │  │    time backwards, from the L2 cache. The L2 has room for the rows of all running
         └──┴──┴──┴──┴──┴──┴──┘    programs: 50 MB on H100 and H200, half of which holds what one side of the chip reads.
 
-    for each block:              m, s, and where asked for  sum_j w_j z_j, argmax        logit_rows.py
+    for each block:              m, s, and where asked for  sum_j w_j (z_j - lse), argmax        logit_rows.py
     lse = m + ln s               loss, l, a of the objective           flce_ops/objectives
-    ask for row i + rows taken at a time
+    prefetch row i + later
     for each block:              G = (l / s e^(z - m) + m_i w) dz/du                     and a at the target
 
 Rows with an ignored target are not read. Their gradient is zeros.
@@ -114,7 +114,7 @@ def rows_kernel(
         held += (load_block(groups_ptr, block, row.groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
     end = load_block(groups_ptr, last, row.groups, valid, BLOCK_G, True, "evict_first")
     edge, there = edges_of(row, VEC)
-    # what the gradient may be written over is read before
+    # read first, because the gradient may overwrite the logits
     u_target = tl.load(row.pointer + column, mask=valid, other=0.0)
     u_edges = tl.load(row.pointer + edge, mask=there & valid, other=0.0)
 
@@ -122,29 +122,30 @@ def rows_kernel(
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)
         s = tl.zeros((BLOCK_G,), tl.float32)
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
+        weight_sums = tl.zeros((BLOCK_G,), tl.float32)
         columns = tl.zeros((BLOCK_G,), tl.int32)
         for block in tl.static_range(HELD):
             u = numbers_in(held[block], DTYPE)
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
+            m, s, logit_sums, weight_sums, columns = add_block(
+                m, s, logit_sums, weight_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
             )
         for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
             u = numbers_in(load_block(groups_ptr, streamed, row.groups, valid, BLOCK_G, False, "evict_last"), DTYPE)
-            m, s, logit_sums, columns = add_block(
-                m, s, logit_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
+            m, s, logit_sums, weight_sums, columns = add_block(
+                m, s, logit_sums, weight_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
             )
         u = numbers_in(end, DTYPE)
-        m, s, logit_sums, columns = add_block(
-            m, s, logit_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
+        m, s, logit_sums, weight_sums, columns = add_block(
+            m, s, logit_sums, weight_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
         )
-        row_max, row_sum, logit_sum, argmax = whole_row(
-            m, s, logit_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
+        row_max, row_sum, log2_sum, logit_sum, argmax = whole_row(
+            m, s, logit_sums, weight_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
         )
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
+        log2_sum = tl.where(valid, log2_sum, 0.0)
         if ARGMAX:
             tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
         target_logit, _ = logits_of(u_target, scores)
-        log2_sum = tl.log2(row_sum)
     if grad_logits is None:
         lse64 = row_max.to(tl.float64) + log2_sum.to(tl.float64) * 0.6931471805599453
         lse, rest = in_two_float32(lse64)
@@ -169,7 +170,7 @@ def rows_kernel(
                 asked_sum = logit_sum
             log_sum = log2_sum * LN2
             surprisal = (row_max - target_logit) + log_sum
-            surprisal = tl.where(surprisal < 0.0, 0.0, surprisal)  # a rounding of row_sum
+            surprisal = tl.where(surprisal < 0.0, 0.0, surprisal)  # rounding of row_sum can make it negative
             value, slope = OF_TARGET(surprisal, target_weight, None, objective)
             value, d_lse = OF_ROW(value, slope, row_max + log_sum, asked_sum, None, objective)
             tl.store(outputs.losses + i, tl.where(valid, value, 0.0))

@@ -16,7 +16,7 @@ from .logit_rows import class_weights, exp_below, logits_of, numbers_in, numbers
 
 
 class Slopes(NamedTuple):
-    """Of a row, made in a kernel; factors times logit_scale."""
+    """The numbers of a row's gradient, computed in a kernel. The factors include logit_scale."""
 
     reference: float
     factor: float
@@ -94,9 +94,9 @@ def finish_gradient(
     slopes,  # Slopes
     scores,  # Scores
 ):
-    """The edges and the target's entry."""
+    """Writes the gradient's edges and the target's entry."""
     g = gradient_numbers(u_edges, edge, there, slopes, scores, False)
     tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
     g = gradient_numbers(u_target, column, column < V, slopes, scores, True)
-    tl.debug_barrier()  # another thread wrote there with its block
+    tl.debug_barrier()  # waits: another thread has written this place with its block
     tl.store(out_row + column, g.to(out_row.dtype.element_ty))

@@ -4,13 +4,14 @@
             head                                      tail         up to VEC - 1 numbers on either side, the edges
 
 A program reads BLOCK_G groups at a time, as a tile (BLOCK_G, VEC). A group is one load of one thread, so reductions
-along a group stay in the thread. A thread holds 32-bit words, which contain two half numbers each:
+along a group stay in the thread. A thread holds 32-bit words, which contain two 16-bit numbers each:
 
     online logsumexp of each of BLOCK_G groups:    m' = max(m, max_k z_k)     s' = s e^(m - m') + sum_k e^(z_k - m')
 
-A logit is multiplied by log2 e after the maximum is taken from it. The product of a float32 logit of 3000 and log2 e is
-off by up to 1.2e-4, the difference of two logits is not. The groups and the edges come together once, behind the last
-block.
+The sum of logits is computed relative to the maximum, too: V lse - sum_j z_j would lose digits to cancellation if the
+logits share a large offset. A logit is multiplied by log2 e after the maximum is subtracted from it. The product of a
+float32 logit of 3000 and log2 e has an error of up to 1.2e-4; the difference of two logits has none of that size. The
+sums of the groups and of the edges are combined once, after the last block.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
+from ...objectives.in_triton import LN2
 from ..gemm.logits_gemm import LOG2E, base2_logits
 
 # N tokens, V vocabulary
@@ -46,7 +48,7 @@ def matrix_of(tensor: Tensor) -> Matrix:
 
 
 class Row(NamedTuple):
-    """One of a matrix, made in a kernel."""
+    """A row of a matrix, computed in a kernel."""
 
     pointer: Tensor
     head: int  # numbers in front of the groups
@@ -55,9 +57,9 @@ class Row(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What z and its weighted sums are made of, made in a kernel."""
+    """What a row's z and its weighted sum follow from, apart from u. Computed in a kernel."""
 
-    options: LogitOptions  # pointers, which say what there is
+    options: LogitOptions  # pointers; None for an option that is not used
     numbers: LogitOptions  # loaded
     class_weight: Tensor | None  # (V,) float32
 
@@ -81,7 +83,7 @@ def target_of(target_ptr, i, ignore_index, V):
 
 @triton.jit
 def ask_for(row, groups, BLOCK_G: tl.constexpr):
-    """Its first groups, 8 BLOCK_G at most, to the L2 cache: lines of 128 bytes."""
+    """Prefetches the row's first groups, 8 BLOCK_G at most, into the L2 cache, in lines of 128 bytes."""
     if not INTERPRETED:
         line = tl.arange(0, BLOCK_G)
         line_ptr = (row.pointer + row.head).to(tl.pointer_type(tl.int32)) + line * (8 * GROUP_WORDS)
@@ -162,7 +164,7 @@ def logits_of(u, scores):
 
 @triton.jit
 def exp_below(difference):
-    """exp of what is at most about 0."""
+    """exp(difference), where difference is at most about 0."""
     return tl.exp2(difference * LOG2E)
 
 
@@ -173,10 +175,11 @@ def class_weights(scores, col, mask):
 
 @triton.jit
 def add_block(
-    m,  # (BLOCK_G,), as the next three: the groups' maxima
+    m,  # (BLOCK_G,), as the next four: the groups' maxima
     s,  # their sums of e^(z - m)
-    logit_sum,  # their sums of w z, with LOGIT_SUM
-    column,  # and where the maxima stand, with ARGMAX
+    logit_sum,  # their sums of w (z - m), with LOGIT_SUM, as is the next
+    weight_sum,  # their sums of w
+    column,  # with ARGMAX, the columns of the maxima
     u,  # (BLOCK_G, VEC)
     block,
     row,  # Row
@@ -190,13 +193,6 @@ def add_block(
     group, number = numbers_of(block, BLOCK_G, VEC)
     inside = group < row.groups
     z, _ = logits_of(u, scores)
-    if LOGIT_SUM:
-        weighted = z
-        if scores.class_weight is not None:
-            weighted *= class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
-        elif MASKED:
-            weighted = tl.where(inside, z, 0.0)
-        logit_sum += tl.sum(weighted, 1)
     if MASKED:
         z = tl.where(inside, z, float("-inf"))
     block_max = tl.max(z, 1)
@@ -204,8 +200,24 @@ def add_block(
         block_column = tl.min(tl.where(z == block_max[:, None], row.head + number, row.V), 1)
         column = tl.where(block_max > m, block_column, column)
     new_m = tl.maximum(m, block_max)
-    s = s * exp_below(m - new_m) + tl.sum(exp_below(z - new_m[:, None]), 1)
-    return new_m, s, logit_sum, column
+    shifted = z - new_m[:, None]
+    if LOGIT_SUM:
+        weighted, numbers = shifted, VEC * tl.sum(inside.to(tl.float32), 1)
+        if scores.class_weight is not None:
+            weight = class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
+            weighted, numbers = weight * shifted, tl.sum(weight, 1)
+        if MASKED:
+            weighted = tl.where(inside, weighted, 0.0)
+        logit_sum += moved_sum(weight_sum, m - new_m) + tl.sum(weighted, 1)
+        weight_sum += numbers
+    s = s * exp_below(m - new_m) + tl.sum(exp_below(shifted), 1)
+    return new_m, s, logit_sum, weight_sum, column
+
+
+@triton.jit
+def moved_sum(weight_sum, distance):
+    """What w (z - m) sums to more if m decreases by `distance`. A group without a number has the lowest m."""
+    return tl.where(weight_sum == 0.0, 0.0, weight_sum * distance)
 
 
 @triton.jit
@@ -213,6 +225,7 @@ def whole_row(
     m,
     s,
     logit_sum,
+    weight_sum,
     column,
     u,  # (2 VEC,), logits of the edges
     col,
@@ -222,19 +235,24 @@ def whole_row(
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Of the row: m, s, the logit sum, the argmax (the first of equals; V - 1 where nan is the maximum)."""
+    """Returns the row's m, s, log2 s, sum_j w_j (z_j - lse), and argmax. The argmax is the first of equal maxima, and V
+    - 1 if the maximum is nan.
+    """
     z, _ = logits_of(u, scores)
-    row_logit_sum = 0.0
-    if LOGIT_SUM:
-        weighted = tl.where(there, z, 0.0)
-        if scores.class_weight is not None:
-            weighted *= class_weights(scores, col, there)
-        row_logit_sum = tl.sum(logit_sum, 0) + tl.sum(weighted, 0)
     z = tl.where(there, z, float("-inf"))
     row_max = tl.maximum(tl.max(m, 0), tl.max(z, 0))
     row_sum = tl.sum(s * exp_below(m - row_max), 0) + tl.sum(exp_below(z - row_max), 0)
+    log2_sum = tl.log2(row_sum)
+    row_logit_sum = 0.0
+    if LOGIT_SUM:
+        weight = there.to(tl.float32)
+        if scores.class_weight is not None:
+            weight = class_weights(scores, col, there)
+        of_edges = tl.sum(tl.where(there, weight * (z - row_max), 0.0), 0)
+        from_maximum = tl.sum(logit_sum + moved_sum(weight_sum, m - row_max), 0) + of_edges
+        row_logit_sum = from_maximum - (tl.sum(weight_sum, 0) + tl.sum(weight, 0)) * (log2_sum * LN2)
     argmax = V - 1
     if ARGMAX:
         argmax = tl.minimum(argmax, tl.min(tl.where(m == row_max, column, V), 0))
         argmax = tl.minimum(argmax, tl.min(tl.where(z == row_max, col, V), 0))
-    return row_max, row_sum, row_logit_sum, argmax
+    return row_max, row_sum, log2_sum, row_logit_sum, argmax

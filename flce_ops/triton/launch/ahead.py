@@ -2,11 +2,12 @@
 
     run the call on meta tensors, for each N of TOKENS      The launcher branches as usual. Each launch only tells
                                                             Triton which kernel to compile.
+    if a gradient is wanted, also the calls of backward     All cotangents are assumed to be there.
     threads compile the kernels                             In parallel: Triton releases the GIL in MLIR and LLVM, and
-                                                            ptxas is a process. Making Triton's IR holds the GIL: 1.1
-                                                            of the 6.1 s of a step's kernels.
+                                                            ptxas is a process. Making Triton's IR holds the GIL: 0.8
+                                                            of the 16 s that 23 kernels take an H200's host.
     and load them                                           onto the device, if there is one
-    a file in Triton's cache records that this was done     a later process reads the kernels from the cache
+    a file in Triton's cache says that they are compiled     a later process reads the kernels from the cache
 
 replay.py calls it for a new kind of call; flce_ops/warmup does the same without a call.
 """
@@ -14,6 +15,7 @@ replay.py calls it for a new kind of call; flce_ops/warmup does the same without
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +26,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
+from ...meta import outputs
 from ...meta.call import Arguments
 from ...support.compile_cache import code_key
 from ...support.running import running
@@ -37,7 +41,7 @@ logger = logging.getLogger("flce_ops")
 
 # These N give one chunk and several, few tokens and many. Nothing else that depends on N is a constant of a kernel.
 # tests/kernels/test_compilations.py compares them with random N.
-TOKENS = (1, 16384, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first two launch most of the kernels
+TOKENS = (16384, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first two launch most of the kernels
 ENOUGH_LAUNCHES = 500  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
@@ -51,7 +55,21 @@ WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # pointwise operators t
 EXTREMES = (aten.amax.default, aten.amin.default)
 COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.bitwise_not.default)
 DONE = "flce_ops_compiled_ahead"  # name of a file in Triton's cache
-_heads: set[Hashable] = set()  # heads whose kernels are compiled; head_of() makes the keys
+THREADS = 2 * len(os.sched_getaffinity(0))  # half of them wait: for the GIL, or for ptxas and gcc
+_heads: set[Hashable] = set()  # (device, head) whose kernels are compiled; head_of() makes the keys
+
+
+def make_driver() -> None:
+    with suppress(Exception):  # the first launch raises it
+        triton.runtime.driver.active.get_current_target()
+
+
+# What Triton does once in a process, beside the imports that follow: it hashes its own files (0.36 s), and if its cache
+# is empty, it compiles its driver in C (0.4 s).
+_once = [threading.Thread(target=work, daemon=True) for work in (triton_key, make_driver)]
+if torch.cuda.is_initialized():
+    for _thread in _once:
+        _thread.start()
 
 
 def compile_first() -> None:
@@ -60,24 +78,42 @@ def compile_first() -> None:
     """
     from triton.runtime.cache import get_cache_manager
 
-    launch, call = running.launch, running.call
+    launch, call, backward = running.launch, running.call, running.backward
     running.call = None  # cleared, because one operator may run several kinds of call
     if launch is None or call is None or torch.cuda.is_current_stream_capturing():
         return
-    head = head_of(call)
-    if head in _heads:
-        return
-    _heads.add(head)
     device = next(value.device for value in call.values() if isinstance(value, Tensor))
-    try:
+    head = head_of(call)
+    if (device, head) in _heads:
+        return
+    _heads.add((device, head))
+    heads = {head}
+    for thread in _once:
+        if thread.ident is not None:  # it was started
+            thread.join()
+
+    def mark_of(head: Hashable) -> Any:
         versions = code_key(), triton.__version__, torch.__version__, chip_of(device)
-        done = get_cache_manager(hashlib.sha256(repr((head, versions)).encode()).hexdigest())
-        if done.get_file(DONE) is not None:
+        return get_cache_manager(hashlib.sha256(repr((head, versions)).encode()).hexdigest())
+
+    def trace_all() -> None:
+        trace(launch, call)
+        if backward is not None:
+            needs = [isinstance(value, Tensor) and value.requires_grad for value in call.values()]
+            of_any = on_meta(call, max(TOKENS))
+            with WithoutData():
+                backward.call_backward(of_any, needs, outputs(of_any))  # fake kernels run, and trace
+        heads.update(compiling.get().heads)
+
+    try:
+        if mark_of(head).get_file(DONE) is not None:
             return
-        _, failed = compile_side_by_side(chip_of(device), call.op, lambda: trace(launch, call), device)
+        _, failed = compile_side_by_side(chip_of(device), call.op, trace_all, device)
+        _heads.update((device, head) for head in heads)
         if not failed:
             with suppress(OSError):  # the cache may be read-only
-                done.put("", DONE, binary=False)
+                for head in heads:
+                    mark_of(head).put("", DONE, binary=False)
     except Exception as error:  # the call continues as it would have without this
         failed = [("what is still missing", error)]
     for name, why in failed:  # if the call needs the kernel, its launch raises the error
@@ -93,13 +129,13 @@ def compile_side_by_side(
     """
     start, ahead = time.perf_counter(), Compiling(chip)
     try:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            # in its own context, which ends Triton's mode whatever happens
+        with ThreadPoolExecutor(THREADS) as pool:
+            # in a context of its own, so that Triton's mode ends even after an error
             copy_context().run(compile_launched, Tasks(pool, device), ahead, trace)
     finally:
         failed = [(name, future) for future, name in ahead.kernels.items() if future.kernel is None]
         for _, future in failed:
-            future.finalize_compile(None)  # Triton forgets the kernel, so a launch compiles it again
+            future.finalize_compile(None)  # removes the kernel from Triton's cache, so a launch compiles it again
     count, seconds = len(ahead.kernels) - len(failed), time.perf_counter() - start
     if count:
         logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", count, what, seconds)
@@ -132,6 +168,7 @@ class Tasks(NamedTuple):
 
 def trace(launch: Callable, call: Arguments) -> None:
     ahead, most = compiling.get(), max(TOKENS)
+    ahead.heads.add(head_of(call))
     for tokens in TOKENS:
         if tokens > most:
             continue
@@ -188,7 +225,7 @@ def head_of(call: Arguments) -> Hashable:
     for name, value in zip(call.index, call.values()):
         if isinstance(value, Tensor):
             shape = value.shape if name in OF_CLASSES else value.shape[1:] * (name not in OF_PAIRS)
-            features.append((value.dtype, value.dim(), shape, value.device, value.data_ptr() % 16))
+            features.append((value.dtype, value.dim(), shape, value.data_ptr() % 16))
         elif name == "retain" or isinstance(value, float):
             features.append(bool(value))
         else:

@@ -2,7 +2,7 @@
 
     while a step is captured   nothing runs; all work for the stream, from Triton or elsewhere, becomes a node
     each node                  must be a kernel, one after another: its function, its grid, the bytes of its parameters
-    which hold addresses       8 bytes that point into known memory: a pointer. 128 bytes with one in them: a tensor map
+    its addresses       8 bytes that point into known memory: a pointer. 128 bytes with one in them: a tensor map
     from then on               addresses are written into cells, cuTensorMapReplaceAddress changes the maps,
                                cuLaunchKernel launches
 
@@ -26,9 +26,9 @@ TENSOR_MAP_ALIGNMENT = 64
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit waiting for the default stream, which cannot be captured
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may use CUDA meanwhile
 MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-# The largest value of an attribute for a launch that is only a function, a grid and parameters: 2 is
-# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 4 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION (each of its numbers). Programmatic
-# dependences are refused by cuGraphGetEdges.
+# A launch is plain if it consists of a function, a grid and parameters only. Then these attributes have at most these
+# values: 2 is CU_LAUNCH_ATTRIBUTE_COOPERATIVE, 4 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION (each of its numbers).
+# Programmatic dependent launches make cuGraphGetEdges fail, so the step is refused.
 PLAIN = {2: 0, 4: 1}
 FUNCTIONS = (
     *("cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamGetCaptureInfo_v2", "cuStreamEndCapture"),
@@ -61,7 +61,7 @@ class Launch(NamedTuple):
 
 
 class Capture:
-    """Captures the work that a stream is given in this context as a graph. None of it runs."""
+    """A context manager. Work that is put on the stream inside becomes a graph, and does not run."""
 
     _one_at_a_time = threading.Lock()  # all captures of a device share one stream
 
@@ -74,7 +74,7 @@ class Capture:
             check(driver().cuStreamBeginCapture_v2(self.stream, RELAXED))
             status, graph = ctypes.c_int(), ctypes.byref(self.graph)
             driver().cuStreamGetCaptureInfo_v2(self.stream, ctypes.byref(status), None, graph, None, None)
-        except BaseException:  # an interrupt, too: the next capture would wait for the lock for ever
+        except BaseException:  # catches an interrupt, too: without the release, the next capture would wait for ever
             self.end()
             raise
         return self
@@ -83,7 +83,7 @@ class Capture:
         check(self.end())
 
     def end(self) -> int:
-        """What the driver says: no success where nothing began."""
+        """Ends the capture and returns the driver's status, which is an error if no capture had begun."""
         self.graph = ctypes.c_void_p()
         try:
             return driver().cuStreamEndCapture(self.stream, ctypes.byref(self.graph))
@@ -151,7 +151,7 @@ Cell = ctypes.c_uint64  # the memory of one address, read at each repeated launc
 
 
 class DriverLaunches:
-    """Launches that are repeated at whatever addresses their cells hold."""
+    """Launches that can be repeated. Their pointers are read from cells, so a repetition can use other addresses."""
 
     def __init__(self, device: int) -> None:
         self.device = device

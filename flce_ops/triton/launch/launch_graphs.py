@@ -4,10 +4,10 @@
     2nd time                       launch by launch; also captured, on a stream where nothing runs
     from the 3rd                   one launch of the graph
 
-A loop that frees its gradients before the next step gets the same memory in every step, so its addresses repeat. Within
-a kind of call, only addresses can differ (replay.py).
+A loop that frees its gradients before the next step gets the same memory in every step, so its addresses repeat. Two
+calls of the same kind can differ only in their addresses (replay.py defines a kind).
 
-A graph takes driver memory, so their number is limited, and a graph that was not used for a while makes room.
+A graph takes driver memory, so the number of graphs is limited. A new graph replaces one that was not used for a while.
 
 On an H200's host, sixteen launches take 100 to 115 us and their graph 15 us. Making the graph takes 30 to 280 us, once.
 """
@@ -22,8 +22,8 @@ import torch
 from .driver_launch import Capture, DriverLaunches, bind_context, capture_stream, check, driver
 
 LAUNCHES_AT_LEAST = 4  # with fewer a graph is no faster
-LAUNCHES_AT_MOST = 96  # with more the step is not limited by the host
-ADDRESSES_AT_MOST = 8  # sets of addresses that are remembered for a kind; a loop with more of them is never a graph
+LAUNCHES_AT_MOST = 96  # with more launches the host is no bottleneck
+ADDRESSES_AT_MOST = 8  # sets of addresses that a kind remembers; a loop with more sets never gets a graph
 GRAPHS_AT_MOST = 32  # over all kinds
 IDLE_SECONDS = 10.0  # after this time a graph makes room for another
 

@@ -50,8 +50,8 @@ VIEWS = (
     aten.view.dtype,
 )
 KINDS_AT_MOST = 256
-LAUNCHES_AT_MOST = 2000  # of one step; a launch takes about 3 KiB
-ALIGNMENT = 512  # of an allocation, as in the caching allocator
+LAUNCHES_AT_MOST = 2000  # the most launches of a step; each takes about 3 KiB
+ALIGNMENT = 512  # bytes that an allocation's address is a multiple of, as in torch's caching allocator
 # Names of integer kernel arguments that depend on the number of tokens. Unless it is told not to, Triton compiles a
 # kernel again if such an argument is 1 or a multiple of 16. If a distance between rows is among them, the kernel rounds
 # it up to a multiple of 16 (valid_tokens.py).
@@ -107,7 +107,9 @@ class NotRepeatable(Exception):
 
 
 class Recording(UncompiledDispatchMode):
-    """Records where the memory is that a captured step gives its launches."""
+    """Records which memory the launches of a captured step use: tensors of the arguments, or memory that the step
+    allocates.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], capture: Capture, allocating: Any) -> None:
         super().__init__()
@@ -226,7 +228,7 @@ _known: dict[Hashable, Any] = {}  # by kind; the most recently used kind stands 
 
 
 def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] = ()) -> Any:
-    """Runs step(*arguments, *fresh), or repeats its launches. The step's result holds no tensors.
+    """Runs step(*arguments, *fresh), or repeats the launches of an earlier call. The step's result holds no tensors.
 
     The step writes only to `arguments`, to `fresh` and to memory that it allocates. `fresh` holds the tensors that were
     allocated for this call. Their shapes depend on the arguments and on `len(fresh)`.
@@ -254,8 +256,9 @@ def repeated(step: Callable[..., Any], *arguments: Any, fresh: Sequence[Tensor] 
 
 
 def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
-    """The step, of which nothing has run: a Replay. None where it cannot be repeated, SEEN_ONCE where another call may
-    find that it can."""
+    """Captures the step, without running it, and returns a Replay. None if the step cannot be repeated; SEEN_ONCE if
+    the next call should try again.
+    """
     device = tensors[0].device
     if driver() is None:
         return None
@@ -266,16 +269,16 @@ def captured(step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         recording = Recording(tensors, capture, allocating)
         with capture, torch.cuda.stream(stream), recording:
             result = step()
-    except torch.OutOfMemoryError:  # which says nothing about the step
+    except torch.OutOfMemoryError:  # a lack of memory does not mean that the step cannot be repeated
         return SEEN_ONCE
-    except (NotRepeatable, RuntimeError):  # of CUDA, say: what cannot be captured. As it is written the step may run
+    except (NotRepeatable, RuntimeError):  # work that cannot be captured; as written, the step may still run
         return None
     launches = recording.launches(device.index)
     return None if launches is None else Replay(recording, launches, result)
 
 
 def forget_old_kinds() -> None:
-    with suppress(RuntimeError, StopIteration):  # another thread changes the dictionary: the next call continues
+    with suppress(RuntimeError, StopIteration):  # another thread changes the dictionary; the next call will finish
         while len(_known) > KINDS_AT_MOST:
             _known.pop(next(iter(_known)), None)
 
@@ -307,7 +310,7 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
         elif isinstance(value, Tensor):
             tensors.append(value)
             features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
-        elif isinstance(value, (list, tuple)):  # three times as fast as `list | tuple`
+        elif isinstance(value, (list, tuple)):  # with a tuple, isinstance is three times as fast
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):

@@ -53,8 +53,8 @@ def weighted_column_sum_kernel(
 
 
 def sum_over_rows(kernel: Any, matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:  # (C,) float32
-    """Sums in two steps, with enough slices to keep a GPU's memory busy. The (S, C) partial sums are summed as a matrix
-    again.
+    """Sums in two steps, with enough slices to keep a GPU's memory busy. The second step sums the (S, C) partial sums
+    in the same way.
     """
     rows, columns = matrix.shape
     column_blocks = triton.cdiv(columns, BLOCK_C)

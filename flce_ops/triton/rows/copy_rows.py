@@ -1,14 +1,16 @@
-"""Copies rows: to rows of another length, of valid tokens side by side, and from there back to their tokens' places.
+"""Copies rows in three ways: to rows of another length; rows of valid tokens side by side; and such rows back to their
+tokens' places.
 
     to another length     missing columns become 0, surplus columns are dropped
     of the valid tokens   in their order, with zeros after them; gather_tokens.py does this where there is a target
-    back                  in place, from the last row to the first, because rows only move up:
+    back                  in place, from the last row to the first, because no row moves to a lower place:
 
                  valid tokens first         where the tokens are
     place        0 1 2 3 - -       ->       0 - 1 - 2 3
 
-gather_tokens.py has a separate kernel: a program there walks one row, because it sums the row's product with the
-target's row. A copy has no sum, so blocks of rows and columns give each thread four loads of 16 bytes for any D.
+gather_tokens.py has a kernel of its own. Its programs walk one row each, because they also compute the row's dot
+product with the target's row. A copy needs no sum, so here a program copies a block of rows and columns, and each
+thread has four loads of 16 bytes for any D.
 """
 
 from collections.abc import Sequence
@@ -71,8 +73,8 @@ def copied_rows(matrices: Sequence[Tensor], columns: int) -> list[Tensor]:
 def copy_step(matrices: tuple[Tensor, ...], columns: int, *outs: Tensor) -> None:
     """`columns` is the width of `outs`. It is an argument so that replay.py tells calls of different widths apart.
 
-    Entries are copied as integers of 8, 4 or 2 bytes, the widest that both rows consist of. Rows that do not start on
-    16 bytes cannot be read in wider units, and ATen copies them number by number.
+    Entries are copied as integers of 8, 4 or 2 bytes: the widest whose size divides the rows of both matrices. Rows
+    that do not start on 16 bytes cannot be read in wider units, and ATen copies them number by number.
     """
     for matrix, out in zip(matrices, outs):
         if out.numel():
@@ -81,7 +83,9 @@ def copy_step(matrices: tuple[Tensor, ...], columns: int, *outs: Tensor) -> None
 
 
 def fits(matrix: Tensor, integer: torch.dtype) -> bool:
-    """Whether the rows consist of such integers. With integers of the matrix's own size they always do."""
+    """Whether the rows can be read as integers of this dtype. They always can if the integers have the size of the
+    matrix's entries.
+    """
     size, own = integer.itemsize, matrix.element_size()
     whole = all(number * own % size == 0 for number in (matrix.shape[1], matrix.stride(0)))
     return size == own or (matrix.stride(1) == 1 and whole and matrix.data_ptr() % size == 0)
@@ -113,8 +117,9 @@ def spread_rows_kernel(
 def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor) -> None:
     """Moves row k to the place of the k-th valid token. Rows of ignored tokens become zeros."""
     tokens, columns = matrix.shape
-    # 32 columns are 64 bytes of half numbers, and 128 programs at D = 4096. Fewer columns a program took 1.5 times as
-    # long. Fewer rows at a time wait for memory more often: H200, 23 us at 8192x1024 with 1024 rows, 33 with 256.
+    # A program has 32 columns, 64 bytes of 16-bit numbers, so there are 128 programs at D = 4096. With fewer columns
+    # per program the kernel takes 1.5 times as long. With fewer rows at a time it waits for memory more often: 23 us at
+    # 8192x1024 with 1024 rows, 33 us with 256 (H200).
     block_d = 64 if interpreted(matrix) else 32
     spread_rows_kernel[(triton.cdiv(columns, block_d),)](
         matrix_of(matrix), place, valid_tokens.total, tokens, columns, BLOCK_N=1024, BLOCK_D=block_d, num_warps=8

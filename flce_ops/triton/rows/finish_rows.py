@@ -22,14 +22,14 @@ from torch import Tensor
 from ...math.options import LogitOptions
 from ...math.reduction import Reduction
 from ...math.shards import lse_of_shards
-from ...objectives.in_triton import LN2
+from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ..launch.replay import Kernel
 from ..steps.exponentials import RowSums
 from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
-from .two_sum import surprisal_in_nats
+from .two_sum import sum_from_lse, surprisal_in_nats
 from .valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
@@ -80,7 +80,9 @@ class FinishedRows(NamedTuple):
 
 @triton.jit
 def with_shares(row_sum, shares, SOFT: tl.constexpr):
-    """Z, raised to at least the target's exponential: the two sum the same products in different orders."""
+    """Returns Z, or the target's exponential if that is larger. The exact Z cannot be smaller, but both are sums of the
+    same products in different orders, with different rounding errors.
+    """
     if SOFT:
         return tl.maximum(row_sum, tl.max(shares, 0), propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -199,7 +201,9 @@ def finish_rows_kernel(
         size += over_topk(tl.abs(slope_of_target + tl.zeros_like(distance)), SOFT)
     logit_sum = None
     if sums.logit_sum is not None:
-        logit_sum = tl.load(sums.logit_sum + i, mask=mask, other=0.0) * LN2
+        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
+        class_weight_sum = number(objective.class_weight_sum, objective.num_classes * 1.0)
+        logit_sum = sum_from_lse(logit_sum2, class_weight_sum, lse2)
     value, d_lse = OF_ROW(value, slope, lse2 * LN2, logit_sum, at, objective)
     if tokens.losses is not None:
         tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=written_rows(tokens.valid_tokens, i, n))

@@ -22,8 +22,8 @@ reference:
              rows                    └─────────┘
                                     linear_weight
 
-This reads n K D numbers. At 4096x4096 with K = 64 in bfloat16 these are 2 GiB, of which rows that tokens share come
-from the L2.
+This reads n K D numbers: 2 GiB at 4096x4096 with K = 64 in bfloat16. Rows of classes that several tokens name come from
+the L2.
 """
 
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class AtTarget(NamedTuple):
     dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`; with a class scale: that scale
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
-    reference: Tensor  # a copy of `logit`, which a rescue changes
+    reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
     guard: Tensor  # () int32, 0
     logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
@@ -79,7 +79,7 @@ def gather_tokens_kernel(
     BLOCK_D: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair
 ):
-    """One program a row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
+    """One program per row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
     row = tl.program_id(0)
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
@@ -139,8 +139,8 @@ def topk_logits_kernel(
     rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
     linear_weight,  # Matrix, (V, D)
-    # AtTarget, out: logit 0 for classes of other ranks. On entry its reference is the logit of column 0; on return it
-    # is the largest logit
+    # AtTarget, out: logit its `logit` is 0 for classes of other ranks. Its `reference` is the logit of column 0 on
+    # entry, and the largest logit on return
     at_target,
     V,
     D,
@@ -152,7 +152,7 @@ def topk_logits_kernel(
     BLOCK_TOPK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)

@@ -1,4 +1,5 @@
-"""Multiplies gradients in place by grad_output. That is nearly always 1, and then the kernel reads and writes nothing.
+"""Multiplies gradients in place by grad_output. grad_output is nearly always 1. In that case the kernel neither reads
+nor writes the gradients.
 
 The factor stays on the device. ATen's in-place multiplication by a 0-d tensor took 2.4 of 39 ms at 8192x4096x128256.
 """

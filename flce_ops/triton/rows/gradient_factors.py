@@ -44,7 +44,7 @@ class KnownRows(NamedTuple):
     lse: Tensor
     lse_rest: Tensor | None
     expected_log_prob: Tensor | None
-    grad_target_logit: Tensor | None  # (N, K) with several classes a token
+    grad_target_logit: Tensor | None  # (N, K) with several classes per token
     grad_lse: Tensor | None
     grad_logit_sum: Tensor | None
     grad_expected_log_prob: Tensor | None
@@ -79,7 +79,7 @@ def gradient_factors_kernel(
         lse64 += of_tokens(tokens.lse_rest, token, mask).to(tl.float64)
     exact_lse2 = lse64 * tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
     lse2 = exact_lse2.to(tl.float32)
-    # corrects exp2(z2 - lse2) for the rounding of lse2
+    # p computed as exp2(z2 - lse2) is too large or too small by this factor, because lse2 is rounded
     share = tl.exp2((lse2.to(tl.float64) - exact_lse2).to(tl.float32))
 
     row_factor = tl.zeros((BLOCK_N,), tl.float32)
@@ -88,7 +88,7 @@ def gradient_factors_kernel(
     if tokens.grad_expected_log_prob is not None:
         grad_expected = of_tokens(tokens.grad_expected_log_prob, token, mask)
         row_factor -= grad_expected * of_tokens(tokens.expected_log_prob, token, mask)
-        # z2 - lse2 uses the rounded lse2, so this adds what the rounding took
+        # corrects for the rounding of lse2, which z2 - lse2 contains
         row_factor += grad_expected / LOG2E * (lse2.to(tl.float64) - exact_lse2).to(tl.float32)
     row_factor *= share
     tl.store(rows.reference_logit + i, lse2, mask=mask)
@@ -180,7 +180,7 @@ def launch_gradient_factors(
 ) -> tuple[Gradient, Tensor, Tensor, Tensor]:
     """Returns the epilogue's operands, G at the target in float32, what rounding takes from it, and its column.
 
-    (n,) each. With several classes a token G is (n, K), and the last two belong to the largest entry.
+    (n,) each. With several classes per token G is (n, K), and the last two belong to the largest entry.
     """
     column = at_target.column
     n, topk = column.shape[0], column.dim() == 2

@@ -1,7 +1,8 @@
-"""logit_scale and softcap in a kernel: one number for all rows, or one for each token if each has its temperature.
+"""logit_scale and softcap in a kernel: one number for all rows, or one number for each token if each token has a
+temperature of its own.
 
-by_token    the numbers of a row are at its token's place, and are loaded where the row's logits are made
-otherwise   one load for all rows
+by_token    (N,): a kernel loads the numbers of a row where it computes the row's logits
+otherwise   (): one load for all rows
 """
 
 from typing import NamedTuple
@@ -21,7 +22,7 @@ class LogitNumbers(NamedTuple):
 
     softcap: Tensor | None  # () or (N,)
     logit_scale: Tensor | None  # () or (N,)
-    by_token: Tensor | None  # one of the two if they are (N,). A kernel knows when it is compiled whether it is None
+    by_token: Tensor | None  # softcap or logit_scale if they are (N,), else None: a flag that is known at compile time
 
 
 def numbers_in_kernel(options: LogitOptions) -> LogitNumbers:
@@ -31,7 +32,9 @@ def numbers_in_kernel(options: LogitOptions) -> LogitNumbers:
 
 @triton.jit
 def number_of(pointer, token, mask, BY_TOKEN: tl.constexpr):
-    """In the shape of `token`, or a scalar; 1 for None, which Triton 3.6 cannot return."""
+    """Loads the number: a vector in the shape of `token`, or a scalar. Returns 1 if the pointer is None, because
+    functions cannot return None in Triton 3.6.
+    """
     if pointer is None:
         return 1.0
     elif BY_TOKEN:

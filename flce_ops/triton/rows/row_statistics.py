@@ -7,9 +7,9 @@ With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
     log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
     mean_logit        sum_j z_j / V
 
-So a large r costs the middle two no digits. sum_j E_j^2 is at most Z^2, which is below 2^120, because a Z of 2^60 or
-more has a rescue. The sum is at least 1, because r is the logit of one of the classes; after a rescue, where r is lse,
-it is at least 1 / V.
+The entropy and log_sum_sq_probs use differences from r, so a large r costs them no digits. sum_j E_j^2 is at most Z^2,
+which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/exponentials.py). The sum is at least 1,
+because r is the logit of one of the classes; after a rescue, where r is lse, it is at least 1 / V.
 """
 
 import triton
@@ -33,7 +33,7 @@ def sums_for(asked: Statistics) -> Asked:
 
 
 def sum_pairs(asked: Statistics) -> int:
-    """How many numbers a row and tile the epilogue sums for them, in pairs, rounded up."""
+    """How many pairs of numbers, rounded up, the epilogue stores for each row and tile because of these statistics."""
     return triton.cdiv(sums_for(asked).numbers, 2)
 
 

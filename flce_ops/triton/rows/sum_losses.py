@@ -1,4 +1,5 @@
-"""The scalar loss from the losses of tokens, in float32 and in a fixed order, in one launch. ATen takes more launches.
+"""The scalar loss from the losses of tokens, in float32 and in a fixed order, in one launch. With ATen's operators it
+would take several.
 
 Also the row scales of a reduction, as kernels read them.
 """
@@ -22,7 +23,7 @@ def sum_losses_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    """One program, as in compact_tokens_kernel."""
+    """One program sums all N losses."""
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         i = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Recomputes rows of grad_linear_weight whose class is the target of few tokens, with c input in two half numbers.
+"""Recomputes rows of grad_linear_weight whose class is the target of few tokens, with c input in two 16-bit numbers.
 
              n                   D
         ┌─────────┐         ┌─────────┐
@@ -6,11 +6,11 @@
         └─────────┘         └─────────┘
 
 Such a row often comes from one token: c x times an entry of E, which the corrected factor makes exact (finish_rows.py).
-Rounding c x then costs a rounding error. Plain torch often has none there, because the logit gradient of the target, in
-half, is a power of two or near one. In an emulation of bfloat16 (docs/numerics.md) the error falls from 1.6e-3 to 7e-5
-at 16 tokens, reduction="sum" and 64000 classes (plain torch 1.3e-4), and from 2.3e-3 to 1.7e-3 at 60 tokens and "mean"
-(plain torch 3.8e-3). Adding the second half number in the GEMM over all classes would cost 0.3 of 1.4 ms at
-128x4096x151936.
+Then the rounding of c x is the only error. Plain torch often has no error there, because the target's logit gradient,
+rounded to bfloat16 or float16, is often a power of two or close to one. In an emulation of bfloat16 (docs/numerics.md)
+the second 16-bit number reduces the error from 1.6e-3 to 7e-5 at 16 tokens, reduction="sum" and 64000 classes (plain
+torch 1.3e-4), and from 2.3e-3 to 1.7e-3 at 60 tokens and "mean" (plain torch 3.8e-3). Adding the second 16-bit number
+in the GEMM over all classes would cost 0.3 of 1.4 ms at 128x4096x151936.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Helpers for kernels with K classes a token: the summed weight of equal classes, and the largest entry.
+"""Helpers for kernels with K classes per token: the summed weight of equal classes, and the largest entry.
 
 A row's targets are processed topk_at_a_time. Equal classes of a token name one entry of its row. Each of them computes
 the whole entry, in the same order, and all write the same number. So no atomics are needed, and every run has the same
@@ -12,7 +12,9 @@ import triton.language as tl
 
 
 def topk_at_a_time(topk: int) -> int:
-    """Each target is compared with as many others at a time: for K = 64, 64 x 64 comparisons."""
+    """The number of targets that are processed at a time. Each of them is compared with as many others: 64 x 64
+    comparisons for K = 64.
+    """
     return min(64, triton.next_power_of_2(topk))
 
 

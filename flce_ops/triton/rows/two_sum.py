@@ -1,7 +1,11 @@
-"""A number in two float32, for numbers that a kernel has in float64. flce_ops/math/two_sum.py is the same for ATen."""
+"""Splits a float64 number of a kernel into two float32 numbers whose sum it is. `two_sum` in flce_ops/math/precision.py
+is the same for ATen.
+"""
 
 import triton
 import triton.language as tl
+
+from ...objectives.in_triton import LN2
 
 
 @triton.jit
@@ -31,13 +35,22 @@ def lse_in_nats(reference2, log2_sum):
 
 
 @triton.jit
+def sum_from_lse(logit_sum2, class_weight_sum, lse2):
+    """sum_j w_j (z_j - lse) in nats, from sum_j w_j z_j and lse in base 2. Logits of half operands with a large offset
+    have lost the digits that this difference loses.
+    """
+    return (logit_sum2 - class_weight_sum * lse2) * LN2
+
+
+@triton.jit
 def surprisal_in_nats(target_logit2, reference2, log2_sum):
     """The same bits as `surprisal` in flce_ops/math/log_probs.py: the target's logit is rounded to nats before the
     difference.
     """
     lse, rest = lse_in_nats(reference2, log2_sum)
     ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float32)
-    # Adding 0 rounds the product by itself: the compiler would make a product and the subtraction below one FMA.
+    # fma(..., 0) rounds the product. A plain product and the subtraction below would be compiled to one FMA, which does
+    # not round the product.
     target_logit = tl.fma(target_logit2, ln2, tl.zeros_like(ln2))
     distance = (lse - target_logit) + rest
     return tl.where(distance < 0.0, 0.0, distance)

@@ -1,7 +1,7 @@
 """Puts the valid tokens first, so that ignored tokens cost no time, although the host never knows how many there are.
 
-    order   the valid tokens' indices in ascending order,      kernels read n places of it at a time
-            then the ignored ones'
+    order   the valid tokens' indices in ascending order,      a chunk reads n entries of it
+            then those of ignored tokens
     total   the number of valid tokens, on the device          kernels stop there
     place   each token's place in `order`, -1 if ignored       moves rows back at the end                   copy_rows.py
 
@@ -19,7 +19,8 @@ from ..launch.replay import Kernel
 
 # N tokens, n places of a chunk
 
-# Triton's layouts, and with them the order of sums, depend on whether 16 divides a distance between rows
+# Distances between rows are multiples of this. Triton's layouts, and so the order of sums, depend on whether 16 divides
+# such a distance
 APART = tl.constexpr(16)
 # Rows of the largest tile. The rows after the valid ones, up to a multiple of this, are zeros.
 ROW_MULTIPLE = tl.constexpr(128)
@@ -31,8 +32,8 @@ class ValidTokens(NamedTuple):
     order: Tensor  # (n,) int32
     total: Tensor  # () int32, valid tokens over all chunks
     start: int
-    # () int32, the total. If this chunk's tokens run elsewhere (choose_chunking): minus the number of places handled
-    # there
+    # () int32, the total. If another view runs this chunk's tokens (choose_chunking): minus the number of places that
+    # the other view handles
     taken: Tensor
 
     def of(self, rows: slice) -> "ValidTokens":
@@ -171,9 +172,7 @@ class Count(NamedTuple):
 
 
 def count_tokens(target: Tensor, ignore_index: int, num_classes: int, in_range: Tensor) -> Count:
-    """Counts without computing the order: at 16384 tokens its running sum, of four iterations, would take 2 % of a
-    step.
-    """
+    """Counts without computing `order`. The running sum that `order` needs would take 2 % of a step at 16384 tokens."""
     total, tokens = target.new_empty((), dtype=torch.int32), target.shape[0]
     compact_tokens_kernel[(1,)](
         target, None, None, total, in_range, tokens, ignore_index, num_classes, BLOCK=8192, num_warps=16
@@ -196,8 +195,8 @@ def choose_chunking_kernel(
 
 
 def choose_chunking(valid_tokens: ValidTokens, rows: int) -> tuple[ValidTokens, ValidTokens]:
-    """Two views of the tokens, of which the device makes one empty: for one chunk, if few tokens are valid, and for the
-    others.
+    """Returns two views of the tokens: the first for a step of one chunk, the second for a step of several. The device
+    makes one of them empty, according to the number of valid tokens.
 
         valid tokens <= rows    one chunk: all of V at once, grad_linear_weight needs no sum over chunks
         more                    the overlay chunk and those after it
@@ -207,7 +206,7 @@ def choose_chunking(valid_tokens: ValidTokens, rows: int) -> tuple[ValidTokens, 
     with few tokens, each slice fills a wave and a half of tiles. H200, 8192x4096x128256 with 99 % ignored: 1.20 ms
     without the choice, 0.98 on compacted rows. Results of ignored tokens are written by the view that is not empty.
     """
-    # each on 16 bytes, as all other numbers are
+    # each number starts at a multiple of 16 bytes, because kernels are compiled for such addresses
     few, others = valid_tokens.order.new_empty(2, 4, dtype=torch.int32)[:, 0].unbind()
     choose_chunking_kernel[(1,)](valid_tokens.total, few, others, rows, valid_tokens.order.shape[0], num_warps=1)
     return valid_tokens._replace(taken=few), valid_tokens._replace(taken=others)

@@ -4,10 +4,10 @@
     r   │ id, value │ id, value │ ...   ┌───────────┐
               └─────────────────────────│  row id   │      out_r = sum_k value_k table[id_k]
                                         └───────────┘
-A program makes BLOCK_D columns of one result and reads eight rows of the table at a time. What limits it is the L2:
-with blocks of columns outermost, frequent rows stay there. H200, 8192 tokens, 352 entries a row, 23.6 GB of rows of
-linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2 warps; 3.1 ms with 1024 and 4, 8.0 with sixteen
-rows at a time, whose sum crosses warps.
+A program computes BLOCK_D columns of one result and reads eight rows of the table at a time. The bandwidth of the L2
+limits it. Programs of the same block of columns run one after another, so frequent rows stay in the L2. H200, 8192
+tokens, 352 entries per row, 23.6 GB of rows of linear_weight (128256, 4096): 2.7 ms, 8.8 TB/s, with 512 columns and 2
+warps; 3.1 ms with 1024 and 4, 8.0 with sixteen rows at a time, whose sum crosses warps.
 
 Lists of very different lengths are split, so that no program walks a long list alone. The sums of the splits are added
 in order:
@@ -37,7 +37,9 @@ COLUMNS_OF_WARP = 256  # a thread reads 16 bytes
 
 
 class SplitLists(NamedTuple):
-    """Lists, of which those longer than `split` are cut. `splits` holds running totals over the lists."""
+    """Lists of entries. Lists longer than `split` are cut into several splits; `splits` holds the running total of
+    their numbers.
+    """
 
     entries: Tensor  # int64: a float32 value in the upper half, the index of a row in the lower
     lengths: Tensor  # (L,) int32
@@ -49,7 +51,7 @@ class SplitLists(NamedTuple):
 
 @triton.jit
 def bounds(lists, i):
-    """Where list i begins and ends in the entries, int64."""
+    """Returns the int64 positions in `entries` where list i begins and ends."""
     length = tl.load(lists.lengths + i).to(tl.int64)
     if lists.behind is None:
         begin = i.to(tl.int64) * lists.room
@@ -117,7 +119,7 @@ def store_or_add(out_ptr, values, mask, ADD: tl.constexpr):
 @Kernel
 def gather_lists_kernel(
     lists,  # SplitLists
-    is_dense_ptr,  # for each LIVE lists: 1 if their results are left unchanged; None: all results are written
+    is_dense_ptr,  # for each group of LIVE lists: 1 if their results stay unchanged; None: all results are written
     table_ptr,  # (T, D)
     out_ptr,  # (L, D) out; with OF_SPLITS (P, D)
     P,

@@ -1,4 +1,4 @@
-"""Lists the tiles of LIVE tokens and LIVE classes that the gradient GEMMs multiply, if they do not multiply all.
+"""Lists the tiles (LIVE tokens x LIVE classes) that the gradient GEMMs multiply, if they skip the other tiles.
 
             V, in blocks of LIVE classes                 grad_input     for each block of rows: the blocks of classes
            ┌──────┬──────┬──────┬──────┐                                that are live for its tokens
@@ -6,7 +6,7 @@
            │      │  ▓▓  │      │  ▓▓  │         1 3                             of rows that are live for it; or a
            └──────┴──────┴──────┴──────┘                                         list of the only blocks to compute
 
-The device makes the lists. The host launches the same GEMMs whatever the lists hold.
+The device makes the lists. The host launches the same GEMMs for any lists.
 """
 
 from typing import NamedTuple
@@ -27,10 +27,10 @@ LIVE = tl.constexpr(TILE)
 
 
 class Steps(NamedTuple):
-    """For each block of a GEMM's output, the blocks of the inner dimension that it multiplies. Without `number`, all of
-    them.
+    """For each block of a GEMM's output, the blocks of the inner dimension that the GEMM multiplies. If `number` is
+    None, it multiplies all blocks.
 
-    With strides of 0, it can instead list the blocks of the output that are computed. The others are left unchanged.
+    With strides of 0, Steps instead lists the blocks of the output that are computed. The other blocks stay unchanged.
     """
 
     number: Tensor | None = None  # (B,) int32; with a stride of 0 the same number for all blocks
@@ -71,8 +71,8 @@ def number_of_steps(steps, start, every, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def step_at(steps, start, k, BLOCK_K: tl.constexpr):
-    """The block of the k-th step. A loop loads this for its next iteration: a load for the current one would end
-    pipelining.
+    """The block of the k-th step. A loop loads the number for its next iteration. If it loaded the number for the
+    current iteration, the compiler would not pipeline the loop.
     """
     SPLIT: tl.constexpr = LIVE // BLOCK_K
     if steps.number is None:

@@ -1,4 +1,5 @@
-"""For a chunk of E, lists the entries of G that a sparse gradient keeps (flce_ops/math/sparse_gradient.py).
+"""Lists the entries of a chunk's G that a sparse gradient keeps. flce_ops/math/sparse_gradient.py defines which these
+are, and q.
 
           V, in tiles of TILE classes, groups of 16
           ┌────────┬────────┬────────┬──────┐         1. Reads all groups and adds up the q of each. The running sum
@@ -7,16 +8,17 @@
               ↓      ↓    ↓            ↓              2. Reads these groups again and finds the kept entries.
     list  │ class, value │ class, value │ ...
 
-Each pass has one program a row; the second has several if the list has much room. Pass 1 reads E from HBM once, 32
-bytes a thread. It works on groups: random numbers, comparison with the target and 64-bit sums for single entries are
-left to pass 2. At each place of the list, pass 1 stores what pass 2 starts from: the group, the number of the kept
-entry within the group, and the running sum before the group.
+Each pass has one program for each row; the second pass has several if the list may be long. Pass 1 reads E from HBM
+once, 32 bytes per thread. It computes one sum for each group. Pass 2 does what single entries need: their running sums
+in 64 bits, their random numbers, and the comparison with the target. At each place of the list, pass 1 stores what pass
+2 starts from: the group, the number of the kept entry within the group, and the running sum before the group.
 
-Tiles and groups count the classes of all ranks that share the vocabulary. Column c of a rank is at place BEFORE + c,
-counted from the start of its first tile. If BEFORE is no multiple of 16, groups do not start on 16 bytes.
+Tiles and groups divide the whole vocabulary, also if ranks share it. Column c of a rank is at place BEFORE + c, counted
+from the start of the tile that holds the rank's first class. If BEFORE is no multiple of 16, a group of this rank's
+numbers does not start at a multiple of 16 bytes.
 
-Two ranks may share a tile. Then each rank tells the others the sum of its part of its last tile, one number a row, so a
-running sum continues where the rank before has left it, as on one device:
+Two ranks may share a tile. Then each rank tells the others the sum of q over its part of its last tile, one number a
+row. So the running sum of that tile continues on the next rank, as it would on one device:
 
     rank r      ...  ──tile──┐┌──tile── | last_r          the sum of q over its classes of its last tile
     rank r + 1                            | ──tile──┐┌──  carried = sum of last_r of the ranks before, in this tile
@@ -59,8 +61,8 @@ class Lists(NamedTuple):
 
     @property
     def walkers(self) -> int:
-        """Programs for a list. A few tokens fill their lists: a trained model at 2^-12 keeps 200 entries on average,
-        some tokens 4,000.
+        """The number of programs for a list. A few tokens fill their lists: at a threshold of 2^-12 a trained model
+        keeps 200 entries per token on average, and 4,000 for some tokens.
         """
         return max(self.entries.shape[1] // ENTRIES_OF_WALKER, 1)
 
@@ -89,8 +91,8 @@ def mix(x):
 
 @triton.jit
 def key_of_row(rows, row, first_tile):
-    """The key of a row's random numbers: adding a tile's number times GOLDEN gives that tile's. Tiles are counted from
-    the first.
+    """The key of a row's random numbers in its first tile. Adding a tile's number, counted from the first tile, times
+    GOLDEN gives that tile's key.
     """
     if rows.seed is None:
         return tl.zeros((), tl.uint32)
@@ -103,7 +105,7 @@ def key_of_row(rows, row, first_tile):
 
 @triton.jit
 def uniforms(rows, key, tile):
-    """u in units of 1 / ONE, and the dither in [0, 1). Both are 0 if there is no seed."""
+    """u in units of 1 / ONE, and the dither in [0, 1). u and the dither are 0 if there is no seed."""
     u = mix(key + tl.cast(tile, tl.uint32) * GOLDEN)
     dither = (mix(u ^ GOLDEN) >> 8).to(tl.float32) * 2.0**-24
     u = (u >> (32 - BITS)).to(tl.int64)
@@ -153,8 +155,8 @@ def columns_of_groups(rows, first, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
 def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: tl.constexpr):
     """Returns the groups of a tile, their sums of q in int64, and u.
 
-    A group that is aligned lies in a dense block as a whole or not at all. Rows of E are padded to 16 bytes; the
-    numbers after V count as 0.
+    An aligned group lies either completely inside a dense block or completely outside. Rows of E are padded to 16
+    bytes; the numbers after V count as 0.
     """
     V = rows.compared.V
     u, dither = uniforms(rows, key, tile)
@@ -185,7 +187,7 @@ def last_shares_kernel(
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
-    """One program a row: sums q over the row's last tile."""
+    """One program per row: sums q over the row's last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
     if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
@@ -293,7 +295,7 @@ def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClass
 
 
 def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
-    """(n,) int64, the argument `carried` of launch_lists. The row sums must be those of whole rows."""
+    """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must be those over all ranks."""
     compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
     last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
     last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)

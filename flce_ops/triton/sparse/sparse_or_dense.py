@@ -6,19 +6,19 @@ kept_b are the entries that a token is expected to keep in block b:
     dense_b = kept_b > LIVE / CLASSES_PER_ENTRY
 
 A gather reads 2 D bytes an entry from the L2, at 8 TB/s on an H200. A GEMM takes 2 D operations for each class and
-token, at 700 TFLOP/s. According to these numbers, one entry takes as long as 87 classes. Measured, the two ways are
-equal at 85 (8192x4096x128256) and 105 (8192x1024x50304). Frequent classes are kept in many rows. If class ids are
-ordered by frequency, as tokenizers number them, a tenth of the blocks has half of the entries, and the dense blocks
-have no variance. If the probabilities are nearly uniform, as before training, all blocks are dense. All blocks are
-dense, too, if lists would save less time than making them takes.
+token, at 700 TFLOP/s. According to these numbers, one entry takes as long as 87 classes. Measured, one entry takes as
+long as 85 classes at 8192x4096x128256, and as 105 at 8192x1024x50304. Many tokens keep the entries of frequent classes.
+If class ids are ordered by frequency, as tokenizers number them, a tenth of the blocks has half of the entries, and the
+dense blocks have no variance. If the probabilities are nearly uniform, as before training, all blocks are dense. All
+blocks are dense, too, if lists would save less time than making them takes.
 
-128 valid tokens of the first chunk decide for all chunks, so all chunks use the same blocks.
+kept_b is averaged over 128 valid tokens of the first chunk, and all chunks use the blocks that follow from it.
 
 Making lists costs time even if the device then finds all blocks dense: 4.5 ms instead of 4.0 at 8192x1024x50304 and
 2^-12. So if D, V and the threshold say that lists are unlikely to pay, the host launches an exact step in the first
 place:
 
-    usual entries a token  = USUAL_SHARE / threshold          worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
+    lists, if USUAL_SHARE / threshold, the usual entries per token, < worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
 """
 
 from typing import NamedTuple
@@ -36,13 +36,13 @@ from .live_tiles import LIVE, ComparedRows, Steps
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
 
 CLASSES_PER_ENTRY = 96
-# LISTS_COST / D is the cost of making and sorting lists, relative to the GEMMs over all classes. The lists read V
-# numbers a token, from which the GEMMs make 4 V D operations. Measured: 2.0 of 25 ms at 8192x4096x128256, 0.8 of 2.4 at
-# 8192x1024x50304.
+# LISTS_COST / D is the cost of making and sorting lists, relative to the GEMMs over all classes. To make the lists,
+# kernels read V numbers per token; the GEMMs take 4 V D operations per token. Measured: 2.0 of 25 ms at
+# 8192x4096x128256, 0.8 of 2.4 at 8192x1024x50304.
 LISTS_COST = 320
-# A token keeps at most 1 / threshold entries. This is the usual share of that number: 0.07 to 0.09 with the hidden
-# states of trained models (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12). It is nearly 1 if the
-# probabilities are nearly uniform.
+# A token keeps at most 1 / threshold entries. USUAL_SHARE is the usual fraction of that number. Measured: 0.07 to 0.09
+# with the hidden states of trained models (benchmarks/results/nvidia-h200/sparse.csv, entries_10 and entries_12). The
+# fraction is nearly 1 if the probabilities are nearly uniform.
 USUAL_SHARE = 1 / 8
 DECIDING = tl.constexpr(128)  # tokens that decide, evenly spread over the chunk
 
@@ -72,7 +72,9 @@ def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:
 
 
 def worth(num_classes: int, hidden: int) -> float:
-    """Entries a token at which lists take as long as GEMMs over `num_classes` classes. Negative if D is small."""
+    """The number of entries per token at which lists take as long as GEMMs over `num_classes` classes. Negative if D is
+    small.
+    """
     return (1.0 - LISTS_COST / hidden) * num_classes / CLASSES_PER_ENTRY
 
 

@@ -30,8 +30,8 @@ Call = WithGrad | VocabParallelWithGrad | Backward
 
 
 def is_sparse(call: Call) -> bool:
-    """Whether the step drops or samples entries. An unbiased gradient may also be exact, and it is if its lists would
-    take longer. "drop" and "tiles" always leave entries out, as the user asked.
+    """Whether the step drops or samples entries. With "unbiased", the step is exact if making lists would take longer:
+    an exact gradient is unbiased, too. "drop" and "tiles" always leave entries out, as the user asked.
     """
     sparse, linear_weight = call.sparse, call.operands.linear_weight
     asked = any(sparse.products(call.output_mask))

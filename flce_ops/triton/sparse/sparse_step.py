@@ -10,13 +10,13 @@
         the lists are sorted by class                                                                class_order.py
         grad_linear_weight (+)= sum of value input[token] over a class's list                        gather_sums.py
 
-If many tokens keep a class, a GEMM is faster for it, and its gradient is exact. If the probabilities are nearly
-uniform, as before training, all classes are dense. The host launches both ways, and the device decides how much each
-has to do.
+If many tokens keep a class, a GEMM is faster than lists, and the gradient of that class is then exact. If the
+probabilities are nearly uniform, as before training, the GEMMs take all classes. The host launches both ways, and the
+device decides how much each has to do.
 
 A span is as many tokens as fit the workspace with their lists and the memory that sorts the lists. That is all tokens,
-unless the workspace is small or the lists are long. A chunk's exponentials stand beside the span's lists; their memory
-is free again when the lists are sorted.
+unless the workspace is small or the lists are long. The exponentials of one chunk are in memory beside the span's
+lists. Their memory is reused when the lists are sorted.
 
 If ranks share the vocabulary, each rank does this for its own classes. Spans and chunks are the same on all ranks. In
 each chunk the ranks exchange row sums, and the sums of tiles of classes that they share (sparse_lists.py).
@@ -47,17 +47,19 @@ from .sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
-# Lists with more entries are cut. Time over lists of classes: 3.0 ms; 3.1 with 1024, 3.7 with 128 (8192x4096x128256).
-# Time of a step in which 3 tokens in 100 keep 2,000 to 3,000 entries at 2^-12: 3.7 ms; 4.1 with 512, 4.7 with 1024, 5.2
-# uncut (8192x1024x50304).
+# Lists with more entries than this are cut. The sums over the lists of classes take 3.0 ms; 3.1 with a SPLIT of 1024,
+# 3.7 with 128 (8192x4096x128256). A step in which 3 tokens in 100 keep 2,000 to 3,000 entries at a threshold of 2^-12
+# takes 3.7 ms; 4.1 with 512, 4.7 with 1024, 5.2 if no list is cut (8192x1024x50304).
 SPLIT = 256
-TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of a program that gathers
+TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program of the gather kernel
 SPLITS_BYTES = 64 << 20  # memory for the float32 sums of splits
 MOST_ENTRIES = 2**31 - 1  # limit for the lists of a span, because class_order.py counts in int32
 
 
 class SparseStep(OnePassStep):
-    """A step whose gradient GEMMs cover only the dense classes. The other classes have lists, span by span."""
+    """A step whose gradient GEMMs cover only the dense classes. The gradients of the other classes come from lists of
+    entries, which are made and summed span by span.
+    """
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ def run_spans(
     """Runs the step and returns its chunks."""
     num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
     if shard is not None:
-        num_classes = shard.rows  # the size of the largest shard, so that spans and room are the same on all ranks
+        num_classes = shard.rows  # the size of the largest shard, so that all ranks have equal spans and lists
     topk = in_columns(call.operands.target).shape[1]
     room = room_of_row(call.sparse.gradient_threshold, num_classes, topk)
     if shard is not None and shard.rows % TILE:

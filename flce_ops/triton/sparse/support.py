@@ -1,18 +1,18 @@
-"""CUDA kernels of linear_support_forward and linear_support_backward: gathers, and no GEMM.
+"""CUDA kernels of linear_support_forward and linear_support_backward: they gather rows and run no GEMM.
 
              classes of i            D                        V classes                D
     i   │ 3 │ 7 │ 9 │         ┌───────────┐            3  │ i │ k │            ┌───────────┐
           └───┴───┴───────────│  row 7    │ · input_i        └───┴────────────│  row i    │
                               └───────────┘                                   └───────────┘
                               linear_weight                                       input
-    forward    u = input_i . row, one program a token; then the numbers of its row, in nats
-    backward   g of each entry, from u; grad_input_i = sum g row: the lists of the tokens, as they are
-                                        grad_linear_weight_j = sum g row: the lists of the classes, by a sort
+    forward    u = input_i . row, one program per token; then the numbers of its row, in nats
+    backward   g of each entry, from u; grad_input_i = sum g row, over the token's list
+                                        grad_linear_weight_j = sum g row, over the class's list, made by a sort
 
-The lists are those of a sparse gradient (gather_sums.py), and their sums the same in every run. A token's list is never
-split, so that its grad_input does not depend on other tokens.
+gather_sums.py adds up the lists, as for a sparse gradient. The sums have the same bits in every run. A token's list is
+never split, so that the bits of the token's grad_input do not depend on other tokens.
 
-A row of one class has logsumexp and target from one number, so its log-probability is 0 exactly.
+If a token's support is one class, lse and the target's logit are the same number, so the log-probability is exactly 0.
 """
 
 import torch
@@ -37,13 +37,13 @@ from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
 
 # N tokens, E entries (classes of tokens), D hidden, V vocabulary
 
-ENTRIES = 8  # rows of linear_weight at a time: 64 products of a thread
-NUMBERS = 64  # entries of a row at a time, of which u is known
-UNSPLIT = 1 << 30  # a list's entries, never so many
-SPLIT = 256  # entries of a class beyond which its list is cut, as those of a sparse gradient
-SPLITS = 256  # of all classes, at most: their float32 sums take 4 MiB at D = 4096
-SORTED = 1 << 20  # entries at a time: 48 MiB
-TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # of a program that gathers
+ENTRIES = 8  # rows of linear_weight that a program reads at a time: 64 products for each thread
+NUMBERS = 64  # entries that a program reads at a time when u is known
+UNSPLIT = 1 << 30  # more entries than any list has, so no list is split
+SPLIT = 256  # a class's list with more entries is cut, as in sparse_step.py
+SPLITS = 256  # the most splits of all classes together; their float32 sums take 4 MiB at D = 4096
+SORTED = 1 << 20  # entries that are sorted at a time: 48 MiB
+TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program of the gather kernel
 
 
 @Kernel
@@ -57,7 +57,7 @@ def support_products_kernel(
     ENTRIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
     for first in range(begin, end, ENTRIES):
@@ -96,7 +96,9 @@ def support_rows_kernel(
     vocab_start,
     BLOCK: tl.constexpr,
 ):
-    """One program a token: its largest logit, then its sums beside that. 0 and argmax -1 without a support."""
+    """One program per token: finds the largest logit, then sums exponentials relative to it. A token without a support
+    gets 0, and an argmax of -1.
+    """
     target_logit_out, lse_out, expected_out, max_logit_out, argmax_out, squares_out, mean_out, lse_rest_out = results
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
@@ -121,7 +123,7 @@ def support_rows_kernel(
         of_target = tl.maximum(
             of_target, tl.max(tl.where(at_target, z, float("-inf")), 0), propagate_nan=tl.PropagateNan.ALL
         )
-    reference = tl.where(largest == float("-inf"), 0.0, largest)  # a bias of -inf, or no class here
+    reference = tl.where(largest == float("-inf"), 0.0, largest)  # all logits are -inf, or the list is empty
     total = tl.zeros((BLOCK,), tl.float32)
     moment = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -161,7 +163,7 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
     tokens, hidden = input.shape
     num_classes = linear_weight.shape[0]
     *of_rows, products = results
-    products.zero_()  # a buffer of ids may be longer than the lists, and no kernel writes what is behind them
+    products.zero_()  # the buffer may be longer than the lists, and no kernel writes the rest of it
     all_classes = num_classes if call.vocab_size is None else call.vocab_size
     with torch.cuda.device_of(input):
         assert_in_range(in_range(target, all_classes, call.ignore_index).all(), target, all_classes, call.ignore_index)
@@ -206,15 +208,15 @@ def support_gradient_kernel(
     target_ptr,  # (N,)
     support,  # Support
     products_ptr,  # (E,)
-    rows,  # five of (N,): lse, what its rounding took, expected log p; cotangents of lse and of that; None for none
+    rows,  # five of (N,): lse, its rounding error, expected log p; cotangents of lse and expected log p; or None
     grad_target_ptr,  # (N,), or None
     logit_numbers,  # LogitNumbers
     grad_ptr,  # (E,) out
-    entries_ptr,  # (E,) int64, out: the same above the class
+    entries_ptr,  # (E,) int64, out: the entry's gradient (upper 32 bits) and its class (lower 32 bits)
     vocab_start,
     BLOCK: tl.constexpr,
 ):
-    """One program a token."""
+    """One program per token."""
     lse_ptr, lse_rest_ptr, expected_ptr, grad_lse_ptr, grad_expected_ptr = rows
     token = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)

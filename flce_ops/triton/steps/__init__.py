@@ -2,10 +2,10 @@
 
 forward.py, backward.py          one operator each
 with_grad.py                     gradients made in forward: any row objective, also with a shared vocabulary
-    one_pass_step.py             their chunks
-    recompute.py                 tokens for which the workspace is too small
+    one_pass_step.py             the stages of a chunk
+    recompute.py                 what runs if the workspace is too small for one pass
 chunks.py                        chunk sizes that fit the workspace
-chunking.py, overlay.py          how tokens are divided; the first chunk, held in grad_linear_weight
+chunking.py, overlay.py          how tokens are divided; a first chunk that is stored in grad_linear_weight
 exponentials.py                  the logits GEMM against a reference per row, and the rescue
 gradients.py                     which gradients are made
 saved_gradient.py                G from logits that forward saved; quantized_logits.py: their 16-bit format

@@ -10,11 +10,11 @@ gradient G.
         grad_input[rows] = sum
 
 If the float32 sums of all rows fit half the workspace, there is one range of rows. Then each slice of
-grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. A sum into main_grad
-needs no memory beside it.
+grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. If the gradient is
+added to main_grad, the sum needs no further memory.
 
-A sparse gradient is made from exponentials (sparse_run.py), which backward computes again, as a one-pass step does. It
-does not read lse, and forward saves no logits for it.
+A sparse gradient is made from exponentials (sparse_run.py), which backward computes again, as a one-pass step does.
+Such a backward does not read lse, and forward saves no logits for it.
 """
 
 import torch
@@ -57,7 +57,7 @@ from .saved_gradient import launch_saved_gradient
 # N tokens, n rows of a range, D hidden, V vocabulary
 
 BLOCK_V = 256  # columns of a tile of the logits GEMM
-SPLIT_NUMBERS = 16 << 20  # the most float32 numbers of grad_input's products in splits: 64 MiB
+SPLIT_NUMBERS = 16 << 20  # the most float32 numbers for products of splits (split_k.py): 64 MiB
 
 
 @takes(Backward)
@@ -106,7 +106,7 @@ def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
 def run_backward(
     call: Backward,
     valid_tokens: ValidTokens,
-    gradients: Gradients,  # `input` has the rows of `valid_tokens`, in their order
+    gradients: Gradients,  # `input` has one row for each of `valid_tokens`, in that order
     weight_gradient: WeightGradient | None,  # holds the sum over earlier tokens
 ) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the ranges of rows. Vectors of `call` are (N,), for all
@@ -238,14 +238,16 @@ def gradient_slices(
     count = row_slices[0].stop
     left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
     most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    # slices are whole tiles: a tile has one maximum of saved logits
+    # slices are whole tiles, because saved logits have one maximum for each tile
     return row_slices, slices(num_classes, most_columns, BLOCK_V)
 
 
 def slices_of_ranges(
     rows: int, hidden: int, num_classes: int, itemsize: int, beside: int, *, want_input: bool
 ) -> tuple[list[slice], list[slice]]:
-    """All classes at once where they fit with the products of their ranges, else a range at a time: the same bits."""
+    """For batch_invariant: one slice of all classes if it fits together with the products of its ranges, otherwise one
+    slice for each range. Both give the same bits.
+    """
     products = products_of_ranges(num_classes) if want_input else 0
     row_bytes = padded(num_classes, itemsize) * itemsize + hidden * (4 * products if want_input else itemsize)
     if rows * row_bytes <= matrix_bytes(rows) or not products:
@@ -258,7 +260,7 @@ def slices_of_ranges(
 
 
 def product_splits(numbers: int, column_slices: int, left: int) -> int:
-    """The number of splits of V whose float32 products of `numbers` numbers fit in `left` bytes. Several column slices
-    share one product, so V is not split then.
+    """The number of splits of V whose float32 products of `numbers` numbers fit in `left` bytes. If there are several
+    column slices, they add to one product, and V is not split.
     """
     return 1 if column_slices > 1 else min(max(min(SPLIT_NUMBERS, left // 4) // numbers, 1), 8)

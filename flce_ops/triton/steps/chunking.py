@@ -3,7 +3,7 @@ CHUNKINGS says which.
 
 overlay chunk       if it is larger than an ordinary chunk: up to D tokens                           overlay.py
 chunks              E of n tokens fills the workspace; one chunk after another                       one_pass_step.py
-recomputing step    if n would be below RECOMPUTE_BELOW: a fourth GEMM pass, any workspace           recompute.py
+recomputing step    if n would be below RECOMPUTE_BELOW: four GEMM passes, any workspace           recompute.py
 """
 
 import functools
@@ -21,7 +21,7 @@ from .overlay import Overlay, overlay_chunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
-RECOMPUTE_BELOW = 384  # H200, D = 4096: grad_linear_weight takes 1.78 us a row at 512 rows, 1.60 at 2048, 3 at 256
+RECOMPUTE_BELOW = 384  # H200, D = 4096: grad_linear_weight takes 1.6 us a row with 2048 rows, 1.8 with 512, 3 with 256
 OVERLAY_STEP = 512  # sizes of overlay chunks are compared in steps of this many tokens
 
 
@@ -67,7 +67,9 @@ def chunk_tokens(
 
 
 def invariant(problem: Problem) -> Problem:
-    """With rows of grad_input by themselves: recomputed, or of several slices of V, they would have other bits."""
+    """The problem for batch_invariant. No recomputing step and no overlay chunk: their rows of grad_input would have
+    other bits.
+    """
     return problem._replace(batch_invariant=True, recompute_below=0)
 
 
@@ -94,7 +96,7 @@ def problem_of(
 
 
 def chunking_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Chunking:
-    """The chunks of a span of tokens, without an overlay chunk, if `nbytes` of the workspace are taken."""
+    """The chunks of a span of tokens, without an overlay chunk, if `nbytes` of the workspace are already in use."""
     with reserved(nbytes):
         tokens = span.stop - span.start
         problem = problem_of(tokens, linear_weight, output_mask, smoothed=False, sum_pairs=0)
@@ -174,7 +176,9 @@ def best_chunking(problem: Problem) -> Chunking:
 
 
 def few_rows(problem: Problem, overlay: Overlay | None, chunks: list[slice]) -> int:
-    """The number of valid tokens up to which one chunk is made: it takes no more memory than the other chunks."""
+    """If at most this many tokens are valid, one chunk takes them all. That chunk takes no more memory than the other
+    chunks.
+    """
     if overlay is None:
         return 0
     in_workspace = overlay.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE

@@ -18,13 +18,14 @@ from ..gemm.weight_gradient import sum_bytes
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
-# The part of the workspace for buffers that are small beside the (n, V) matrix. It has two uses, one after the other:
-# sums per tile of 256 columns (two float32 beside 256 half numbers), then float32 products with linear_weight.
+# The part of the workspace for buffers that are small compared with the (n, V) matrix. It first holds sums for each
+# tile (two float32 for 256 columns), then float32 products with linear_weight.
 SMALL_BYTES = 8 << 20
-# Bytes a token of a one-pass step: its places, weights and row statistics. With 48, the default workspace has room for
-# 2048 rows at V = 128256 and 16384 tokens, which fill the multiprocessors evenly. With 128 it would not.
+# Bytes that a one-pass step needs for each token: indices, weights and row statistics. With 48 bytes, chunks of 2048
+# rows fit the default workspace at V = 128256 and 16384 tokens, and 2048 rows fill the multiprocessors evenly. With 128
+# bytes they would not fit.
 TOKEN_BYTES = 48
-CHUNKS_MORE = 2  # at most this many chunks more than the fewest
+CHUNKS_MORE = 2  # tokens are divided into the fewest chunks, or up to this many more
 SPLITS_OF_FEW = 8  # splits of V for which there is room if only one tile of rows holds tokens
 # The cost of adding to a tile of grad_linear_weight, in steps of the GEMM's main loop: 1 for its own time, the rest for
 # what each chunk launches and reads once.
@@ -43,10 +44,11 @@ def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_b
 
 
 def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
-    """Bytes for the float32 products of grad_input: the small part, and what chunks of fewer rows than fit leave over.
+    """Bytes for the float32 products of grad_input: the small part of the workspace (SMALL_BYTES), and what is left
+    because the chunks have fewer rows than would fit.
 
-    At most what the largest number of splits needs: 25 MiB for 100 rows of 4096 features, where the default workspace
-    would have 459 MiB left.
+    The result is at most what the largest number of splits needs. For 100 rows of 4096 features that is 25 MiB,
+    although 459 MiB of the default workspace are left.
     """
     left = small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
     return min(left, 4 * MOST_SPLITS.value * rows * hidden)
@@ -82,7 +84,7 @@ class Problem(NamedTuple):
     batch_invariant: bool = False
 
     def range_bytes(self) -> int:
-        """Of the products of ranges of V."""
+        """Bytes of the products of ranges of V (split_k.py)."""
         several = self.batch_invariant and self.want_input and ranges_of(self.vocab) > 1
         return min(RANGE_BYTES, self.workspace // 8) if several else 0
 
@@ -93,7 +95,7 @@ class Problem(NamedTuple):
     def fitting(self) -> int:
         """How many rows fit in a chunk."""
         reserved = self.range_bytes()
-        reserved += small_bytes() * self.sum_pairs  # room for numbers a row and tile beyond the two of every step
+        reserved += small_bytes() * self.sum_pairs  # room for numbers per row and tile beyond the two of every step
         # grad_input, if wanted, holds the gathered tokens
         row_bytes = 0 if self.want_input else self.hidden * self.itemsize
         fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)

@@ -5,9 +5,9 @@ gradient GEMMs read.
 
     dL/dc_j = sum_i dL/du_ij t_ij = sum_i f_i E_ij (z_ij / s - b_j) / c_j^2      z_ij = log(E_ij / c_j) + r_i
 
-Rounding E to bfloat16 changes z by at most 2^-9, and t by that over s c_j. The target's entry of E is no exponential,
-but the target's logit is known. This costs one more read of E. If |c_j| < 1/8, the products t of a block of classes are
-computed again:
+Rounding E to bfloat16 changes z by at most 2^-9, and so t by at most 2^-9 / (s c_j). The target's entry of E holds no
+exponential, but the target's logit is known. This costs one more read of E. If |c_j| < 1/8, the products t of a block
+of classes are computed again:
 
     dL/dc_j = sum_i f_i E_ij t_ij / c_j
 
@@ -28,7 +28,7 @@ from .low_rank_pair import Pair, add_pair_product
 
 # n rows of a chunk, D hidden, V vocabulary, r rank of the pair, S slices of the rows
 
-# below it, rounding E would change t by more than the error of a product of bfloat16 numbers
+# if |c_j| is smaller, rounding E changes t by more than the error of a product of bfloat16 numbers
 SMALL = tl.constexpr(0.125)
 LEAST = 2.0**-40
 

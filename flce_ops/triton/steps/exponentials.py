@@ -5,10 +5,10 @@
     3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
            lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
 
-exp(z - reference) overflows if a logit is far above the reference. This happens to tokens whose loss exceeds 40 nats,
-and on a rank without the target if column 0, the reference then, is as unlikely. The kernels of step 3 are always
-launched. They return immediately (a few microseconds) if they are not needed. So there is no host synchronisation, and
-CUDA graphs work.
+exp(z - reference) overflows if a logit is far above the reference. This happens if a token's loss exceeds 40 nats. On a
+rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernels of step 3
+are always launched. They return immediately (a few microseconds) if they are not needed. So there is no host
+synchronisation, and CUDA graphs work.
 """
 
 from typing import Any, NamedTuple
@@ -67,15 +67,15 @@ def launch_exponentials(
     call: Any,  # with Operands
     valid_tokens: ValidTokens,
     input: Tensor,  # (n, D) of the valid tokens
-    at_target: AtTarget,  # whose reference is overwritten with lse where the chunk is rescued
+    at_target: AtTarget,  # its reference is overwritten with lse if the chunk is rescued
     *,
-    # columns from a multiple of 256, and (n, v) for their E
+    # slices of columns, each from a multiple of 256, and (n, v) memory for their E
     class_slices: list[tuple[slice, Tensor | None]] | None = None,
-    quantized: QuantizedLogits | None = None,  # written, if E itself is not wanted
+    quantized: QuantizedLogits | None = None,  # written instead of E
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
-    reference_class: ReferenceClass | None = None,  # whose logits are taken from it
-    scratch: Tensor | None = None,  # flat float32, memory for two numbers a row and tile
+    reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
+    scratch: Tensor | None = None,  # flat float32, memory for two numbers per row and tile
     pair: Pair = NO_PAIR,
     exchange: Exchange | None = None,  # of tiles, if ranks share the rows: sums are those of whole rows, and references
 ) -> RowSums:

@@ -10,17 +10,18 @@ from ...math.options import TokenStatistics
 from ...math.shards import Exchange, check_shards, shard_rows
 from ...meta.arguments import Forward
 from ...meta.call import takes
-from ...objectives.in_triton import LN2
+from ...objectives.in_triton import LN2, number
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.padded_features import with_padded_features
 from ..launch.replay import Kernel, repeated
+from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
 from ..rows.topk import topk_at_a_time
-from ..rows.two_sum import lse_in_nats
+from ..rows.two_sum import lse_in_nats, sum_from_lse
 from ..rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
 from .chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
 from .exponentials import Asked, launch_exponentials
@@ -29,17 +30,19 @@ from .quantized_logits import clear_unused, quantized_of
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
 NO_COLUMN = 2**31 - 1
-FORWARD_ROWS = 4096  # rows whose partial sums are held at a time: 16 MiB of (T, n) float32 pairs at V = 128256
+FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 16 MiB of (T, n) float32 pairs at V = 128256
 
 
 @Kernel
 def finish_forward_kernel(
-    target_logit2_ptr,  # (n,); with several classes a token, that of the largest
+    target_logit2_ptr,  # (n,); with several targets a token, the largest of their logits
     column_ptr,  # (n,)
     sums,  # RowSums
+    class_weight_sum,  # (1,) float32; None for V
     outputs,  # seven tensors (N,), out; None if not requested or stored elsewhere
     valid_tokens,  # ValidTokens
     n,
+    V,
     BLOCK_N: tl.constexpr,
 ):
     """Converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and an argmax of -1."""
@@ -51,8 +54,8 @@ def finish_forward_kernel(
     target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    # The row sum must not be below the target's exponential, which was computed with another order of the same
-    # products.
+    # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed in
+    # another order.
     row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     lse, rest = lse_in_nats(reference2, tl.log2(row_sum))
@@ -63,7 +66,8 @@ def finish_forward_kernel(
     tl.store(lse_rest_out + token, tl.where(mask, rest, 0.0), mask=inside)
     if logit_sum_out is not None:
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
-        tl.store(logit_sum_out + token, logit_sum2 * LN2, mask=inside)
+        logit_sum = sum_from_lse(logit_sum2, number(class_weight_sum, V), reference2 + tl.log2(row_sum))
+        tl.store(logit_sum_out + token, tl.where(mask, logit_sum, 0.0), mask=inside)
     if expected_out is not None:
         expected = (tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum - tl.log2(row_sum)) * LN2
         tl.store(expected_out + token, tl.where(mask, expected, 0.0), mask=inside)
@@ -83,7 +87,7 @@ def store_topk_logits_kernel(
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """One program a row. Ignored tokens, and slots whose class another rank has, get 0."""
+    """One program per row. Ignored tokens, and slots whose class another rank has, get 0."""
     row = tl.program_id(0)
     counts = row < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + row).to(tl.int64)
@@ -147,8 +151,8 @@ def run_forward(
 ) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
 
-    own_target: if an entropy is requested, use the target's own dot product instead of the GEMM's logit in the sums.
-    exchange: if ranks share the rows, which then have the bits that one rank's would have.
+    With `own_target`, the sums of an entropy use the target's logit from its own dot product instead of the GEMM's
+    logit. With `exchange`, ranks share the rows, which then have the bits that one rank's would have.
     """
     input, linear_weight, target, _, weight = call.operands
     classes = linear_weight.shape[0] if exchange is None else shard_rows(call.num_classes, exchange.ranks)
@@ -163,6 +167,10 @@ def run_forward(
     quantized = quantized_of(retained, linear_weight.shape[0])
     chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
+    class_weight_sum, all_classes = None, linear_weight.shape[0] if exchange is None else call.num_classes
+    if class_weight is not None:
+        of_all = class_weight if exchange is None else exchange.classes(class_weight, all_classes)
+        class_weight_sum = weighted_column_sum(of_all.view(-1, 1), None)
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
     for chunk in chunks:
@@ -186,7 +194,16 @@ def run_forward(
         if target.dim() == 2:
             largest, own = launch_store_topk_logits(at_target, wanted[0], here), (None, *wanted[1:])
         finish_forward_kernel[(triton.cdiv(n, 64),)](
-            largest, at_target.column, sums, own, here, n, BLOCK_N=64, num_warps=2
+            largest,
+            at_target.column,
+            sums,
+            class_weight_sum,
+            own,
+            here,
+            n,
+            all_classes,
+            BLOCK_N=64,
+            num_warps=2,
         )
         launch_row_statistics(sums, statistics, here, call.num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)

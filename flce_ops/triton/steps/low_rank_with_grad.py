@@ -6,11 +6,11 @@ Its chunks are those of one_pass_step.py, with two GEMMs and three products of r
     rows, h = the chunk's valid tokens, and their rows of low_rank_input
     E = exp(rows @ W.T + h @ B.T - reference)       both products in the same tile                    low_rank_pair.py
     grad_input           = c (E @ W)
-    grad_low_rank_weight += E.T @ (c h)             these two are a step whose operands are h and B
+    grad_low_rank_weight += E.T @ (c h)             this and the next product: a step with operands h and B
     grad_low_rank_input  = c (E @ B)
 
-The last two are bound by memory traffic: each reads E once. With a class scale, E is stored multiplied by that scale,
-so all three gradients contain it.
+The last two products are limited by memory bandwidth: each reads E once. With a class scale, E is stored multiplied by
+that scale, so all three gradients contain it.
 """
 
 import torch
@@ -61,7 +61,7 @@ class LowRankStep(OnePassStep):
         self, chunk: slice, rows: Tensor, pieces: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         input, grad_input = self.pair.input, self.of_pair.grad_input
-        # h waits in the memory of its gradient
+        # h is stored in the memory of its gradient until then
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
         launch_copy_rows(input, own, self.valid_tokens.of(chunk))
         self.pair_of_chunk = self.pair._replace(input=own)
@@ -80,7 +80,7 @@ class LowRankStep(OnePassStep):
         super().write_input(chunk, tokens, pieces, finished, product)
         rows = self.pair_of_chunk.input
         self.of_pair.add_to_weight(tokens, rows, pieces, finished)
-        # the sums per tile are not needed any more, and this takes no more memory than they did
+        # at most as much memory as the sums per tile took, which are not needed any more
         numbers = min(MOST_SPLITS.value * rows.numel(), small_bytes() // 4)
         own = self.float32(numbers)
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
@@ -126,7 +126,7 @@ def low_rank_step(
     reduction, num_classes = call.reduction, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
-    chunking = best_chunking(problem._replace(recompute_below=0))  # 0, because backward's kernels do not know the pair
+    chunking = best_chunking(problem._replace(recompute_below=0))  # never recomputes: backward's kernels take no pair
     valid_tokens, place = compact_tokens(target, call.ignore_index, num_classes, in_range)
     objective = CrossEntropy(call.loss, None, target_weight, num_classes)
     per_token = StepTokens(objective, reduction, losses)

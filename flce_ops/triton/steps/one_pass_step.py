@@ -63,7 +63,7 @@ class StepTokens(NamedTuple):
 
 @dataclass(eq=False)
 class OnePassStep:
-    """A step: what its chunks share, and the stages of a chunk."""
+    """A step: the buffers that its chunks share, and one method for each stage of a chunk."""
 
     call: Any  # WithGrad, or another call with Operands
     valid_tokens: ValidTokens
@@ -74,14 +74,14 @@ class OnePassStep:
 
     def __post_init__(self) -> None:
         self.operands: Operands = self.call.operands
-        self.tokens = self.operands.input.shape[0]  # that the chunks are cut of
-        self.pair = self.pair_of_chunk = NO_PAIR  # of N tokens, and that of a chunk's: low_rank_with_grad.py
-        self.by_ranges = getattr(self.call, "batch_invariant", False)  # V of grad_input's product is cut in ranges
+        self.tokens = self.operands.input.shape[0]  # all N tokens, which the chunks divide
+        self.pair = self.pair_of_chunk = NO_PAIR  # for all N tokens, and for the current chunk: low_rank_with_grad.py
+        self.by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: split_k.py
         self.grad_input, grad_weight, self.bias_sum = self.gradients
         self.input_steps = self.weight_steps = EVERY_STEP
         self.backend, self.weight_gradient = backend_for(self.operands.input), None
         chunking = self.chunking
-        if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's own
+        if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's
             outer = NO_OUTER if self.smoothing is None else self.smoothing.weight_terms()
             self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=chunking.most_chunks, outer=outer)
 
@@ -117,7 +117,7 @@ class OnePassStep:
         count = chunks[0].stop - chunks[0].start
         num_classes, size = linear_weight.shape[0], input.dtype.itemsize
         exponentials = input.new_empty(count, padded(num_classes, size))
-        # gathered tokens wait in their rows of grad_input, which are written after the tokens' last use
+        # gathered tokens are stored in their rows of grad_input, which are written after the tokens' last use
         apart = input.new_empty(count, input.shape[1]) if self.grad_input is None else None
         for chunk in chunks:
             n = chunk.stop - chunk.start
@@ -229,7 +229,8 @@ class OnePassStep:
         products = int(len(class_slices) > 1)
         if self.by_ranges:
             products = products_of_ranges(self.operands.linear_weight.shape[0])
-        # The product of several slices or ranges waits in float32. If memory for it is short, rows take turns.
+        # The product of several slices or ranges waits in float32. If there is not enough memory for all rows, they are
+        # processed in groups.
         at_once, product = room_for_products(product, out, products, MULTIPLE)
         for rows in slices(out.shape[0], at_once):
             valid_tokens = tokens.valid_tokens.of(rows)

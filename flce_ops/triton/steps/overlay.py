@@ -1,5 +1,5 @@
-"""The overlay chunk, the first of a one-pass step: its exponentials wait in the memory of grad_linear_weight, which is
-still empty.
+"""The overlay chunk, the first chunk of a one-pass step. Its exponentials are stored in the memory of
+grad_linear_weight, which no result occupies yet.
 
 grad_linear_weight has V rows of D numbers. E of D tokens has as many numbers. If both are cut along V into slices of v
 columns, a slice of E fits into the memory of a slice of grad_linear_weight. They are shifted by one slice:
@@ -8,10 +8,10 @@ columns, a slice of E fits into the memory of a slice of grad_linear_weight. The
     holds first           │   E_1   │   E_2   │ ... │  E_{K-1}  │  scratch  │     workspace: E_0
     then, from the end:   slice K-1 = E_{K-1}.T @ (c input),  slice K-2 = E_{K-2}.T @ (c input),  ...
 
-When slice k of grad_linear_weight is written, E_{k+1}, which its memory held, has been used. So D tokens (all, if N <=
-D) take one chunk, which needs one slice in the workspace. More than D tokens fit if the slices shrink, each to D / n of
-the one before: up to D tokens and those of an ordinary chunk. The memory of the last slice serves as scratch: for sums
-per tile, then for the float32 product with linear_weight.
+Slice k of grad_linear_weight holds E_{k+1}, which is no longer needed when slice k is written. So D tokens (all, if N
+<= D) take one chunk, which needs one slice in the workspace. More than D tokens fit if the slices shrink, each to D / n
+of the one before: up to D tokens and those of an ordinary chunk. The memory of the last slice serves as scratch: for
+sums per tile, then for the float32 product with linear_weight.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ from .chunks import TOKEN_BYTES, Problem, padded, small_bytes
 # N tokens, n rows of the overlay chunk, D hidden, V vocabulary, v columns of a slice, K slices
 
 BLOCK_V = 256  # slices are whole tiles of the logits GEMM
-# Thinner slices make inefficient GEMMs. And the scratch memory, which is one slice, would have less than 8 bytes a row
-# and tile.
+# With more slices, their GEMMs become inefficient. Also the scratch memory, which is one slice, would have less than 8
+# bytes for each row and tile.
 SLICES_AT_MOST = 32
-SUM_BYTES = 8  # bytes a row and tile: a maximum and its column
+SUM_BYTES = 8  # bytes per row and tile: a maximum and its column
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def overlay_chunk(problem: Problem, rows: int) -> Overlay | None:
     if not count:
         return None
     at_least = 1
-    while at_least < first:  # finds the smallest first slice with as many slices, so that slices have about one size
+    while at_least < first:  # finds the smallest first slice that needs no more slices: all have similar sizes then
         middle = (at_least + first) // 2
         if len(slice_tiles(tiles, middle, rows, hidden)) == count:
             first = middle

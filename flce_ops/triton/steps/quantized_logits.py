@@ -5,12 +5,12 @@ GEMM.
     q_ij = 65535 + round(steps (z_ij - m_it)), or 0 if that is negative       16 bits
     z_ij = m_it + (q_ij - 65535) / steps, -inf if q is 0                      within 1 / (2 steps), in base 2
 
-Logits are rounded in steps of one size. With 1024 steps to a factor of 2, p changes by 2e-4 of itself (standard
-deviation). Rounding G to bfloat16 changes it by 1.7e-3. Entries that are lost have less than 2^-64 of the largest p in
-their tile. float16 operands take 2048 steps: 1e-4, where rounding to float16 costs 2.1e-4, and lost entries have less
-than 2^-32. Storing exponentials would not do. Their reference, the target's logit, may be 60 binades below the largest
-logit, and float16 has a range of 40. bfloat16 has the range, but it would round twice, once here and once when G is
-made.
+Logits are rounded to multiples of one step. bfloat16 operands take 1024 steps for a factor of 2 in p. This rounding
+changes p by 2e-4 of itself (standard deviation), and rounding G to bfloat16 changes it by 1.7e-3. Entries below 2^-64
+of the largest p in their tile become 0. float16 operands take 2048 steps. Then p changes by 1e-4, while rounding to
+float16 costs 2.1e-4, and entries below 2^-32 become 0. Exponentials cannot be stored instead. Relative to their
+reference, the target's logit, they may be as large as 2^60, beyond float16's range. bfloat16 has that range, but its
+rounding would add an error as large as that of rounding G.
 
               V numbers, rows starting on 16 bytes    T maxima
     row i     q_i0 q_i1 ...                      ..   m_i0 m_i1 ...      ..
@@ -56,7 +56,7 @@ def quantized_of(retained: Tensor, num_classes: int) -> QuantizedLogits:
 
 
 def quantization(quantized: QuantizedLogits, dtype: torch.dtype) -> Quantization:
-    """`dtype` is that of the operands."""
+    """`dtype` is the dtype of the operands."""
     return Quantization(quantized.largest, quantized.largest.stride(0), 2048 if dtype == torch.float16 else 1024)
 
 

@@ -3,8 +3,8 @@
     for each tile:  z = dequantized                                (quantized_logits.py)
                     out = gradient(z), rounded once                (epilogues.py)
 
-It reads two bytes a logit and writes two, into workspace. The saved logits stay unchanged, because backward may run
-again.
+The kernel reads two bytes per logit and writes two, into the workspace. The saved logits stay unchanged, because
+backward may run again.
 """
 
 import triton
@@ -38,7 +38,7 @@ def saved_gradient_kernel(
     v,
     first_tile,  # number of the slice's first tile
     BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,  # one tile, with one maximum a row
+    BLOCK_V: tl.constexpr,  # one tile, with one maximum per row
     ALIGNED: tl.constexpr,  # the number of columns of `out` in 16 bytes
 ):
     tile = tl.program_id(0)

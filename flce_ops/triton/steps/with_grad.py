@@ -4,8 +4,8 @@ one_pass_step.py has the stages of a chunk of n tokens, flce_ops/objectives the 
 larger if its exponentials can wait in grad_linear_weight (overlay.py). chunking.py divides the tokens. Ignored tokens
 cost nothing (valid_tokens.py).
 
-If ranks share the vocabulary, they exchange two numbers a row between the GEMMs of each chunk: three with label
-smoothing, two more with argmax. Chunks are as large as the workspace allows, so exchanges are few.
+If ranks share the vocabulary, they exchange numbers of rows between the GEMMs of each chunk: two numbers per row, one
+more with label smoothing, two more with argmax. Chunks are as large as the workspace allows, so exchanges are few.
 """
 
 from functools import partial

@@ -1,0 +1,131 @@
+"""An offset that all logits of a row share, such as 3000, costs no digits: the softmax does not see it."""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from inputs import make_inputs, scalars
+from process_pool import run_in_world, worlds
+from reference_loss import error
+from sharded_inputs import R, full, mesh_of
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import flce_ops
+from flce_ops import decompositions
+
+OFFSETS = [3000.0, -2e4, 1e6]
+SHAPE = (29, 16, 1021)
+OPTIONS = [{"label_smoothing": 0.1}, {"label_smoothing": 1.0}, {"label_smoothing": 0.3, "weight": True}]
+
+
+def problem(offset, options, *, device="cpu", dtype=torch.float32):
+    """Operands whose products are exact: multiples of 1/16. So all differences come after the logits."""
+    inputs = make_inputs(SHAPE, device=device, weight="weight" in options)
+    x = (inputs.input.detach() * 4).round() / 4
+    w = (inputs.linear_weight.detach() * 4).round() / 4
+    made = {**options, "weight": inputs.weight} if "weight" in options else options
+    return x.to(dtype), w.to(dtype), inputs.target, torch.full((SHAPE[2],), offset, dtype=dtype, device=device), made
+
+
+def dense(x, w, target, bias, *, reduction="none", **options):
+    weight = options.pop("weight", None)
+    weight = None if weight is None else weight.to(x.dtype)
+    return F.cross_entropy(F.linear(x, w, bias), target, weight, reduction=reduction, **options)
+
+
+def given(x, w, target, bias, **options):
+    return flce_ops.cross_entropy(F.linear(x, w, bias), target, **options)
+
+
+def exported(x, w, target, bias, *, label_smoothing, weight=None, reduction="none"):
+    """The decomposition of the forward operator."""
+    numbers = decompositions.export_decompositions()[torch.ops.flce.linear_cross_entropy_forward.default](
+        x, w, target, bias, weight, logit_sum=True
+    )
+    return loss_of(numbers[0], numbers[1], numbers[2], numbers[8], target, weight, label_smoothing, SHAPE[2])
+
+
+def loss_of(target_logit, lse, logit_sum, lse_rest, target, weight, smoothing, classes):
+    of_target = 1.0 if weight is None else weight[target.clamp(min=0)]
+    nll = of_target * ((lse - target_logit) + lse_rest)
+    return torch.where(target >= 0, (1 - smoothing) * nll - smoothing / classes * logit_sum, 0.0)
+
+
+@pytest.mark.parametrize("function", [flce_ops.linear_cross_entropy, given, exported])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_smoothed_losses_keep_their_digits(device, offset, options, function):
+    arguments = problem(offset, options, device=device)
+    *operands, made = arguments
+    exact = dense(*(t.double() if t.is_floating_point() else t for t in operands), **made)
+    plain, found = dense(*operands, **made), function(*operands, reduction="none", **made)
+    assert error(found, exact) <= 4 * error(plain, exact) + 2e-7
+
+
+@pytest.mark.parametrize("function", [flce_ops.linear_cross_entropy, given])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_smoothed_mean_of_one_pass_keeps_its_digits(device, options, function):
+    *operands, made = problem(3000.0, options, device=device)
+    exact = dense(*(t.double() if t.is_floating_point() else t for t in operands), reduction="mean", **made)
+    x = operands[0].clone().requires_grad_()
+    loss = function(x, *operands[1:], **made)
+    loss.backward()
+    assert error(loss.detach(), exact) <= 2e-7
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("classes", [1021, 5, 64])
+def test_the_kernel_of_given_logits_keeps_their_digits(options, classes, padded):
+    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    inputs = make_inputs((SHAPE[0], SHAPE[1], classes), weight="weight" in options)
+    logits = F.linear(inputs.input.detach(), inputs.linear_weight.detach()).double().float() + 3000.0
+    logits = F.pad(logits, (0, padded))[:, :classes]
+    target, smoothing = inputs.target, options["label_smoothing"]
+    numbers = scalars({"label_smoothing": smoothing})
+    exact = F.cross_entropy(
+        logits.double(),
+        target,
+        None if inputs.weight is None else inputs.weight.double(),
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    _, losses, *_ = triton.launch_with_grad(logits, target, inputs.weight, None, torch.tensor(1.0), **numbers)
+    assert error(losses, exact) <= 4e-7
+    target_logit, lse, logit_sum, _, rest = triton.launch_forward(logits, target, inputs.weight, logit_sum=True)
+    found = loss_of(target_logit, lse, logit_sum, rest, target, inputs.weight, smoothing, classes)
+    assert error(found, exact) <= 4e-7
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_ranks_that_share_the_classes_keep_the_digits(world):
+    run_in_world(world, sharded_classes)
+
+
+def sharded_classes(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    for options in [{}, *OPTIONS]:
+        *operands, made = problem(3000.0, options)
+        x, w, target, bias = (to_device_of(t, device) for t in operands)
+        made = {name: to_device_of(value, device) for name, value in made.items()}
+        for reduction in ("none", "mean"):
+            exact_x, plain_x = x.double().requires_grad_(), x.clone().requires_grad_()
+            exact = dense(exact_x, w.double(), target, bias.double(), reduction=reduction, **made)
+            plain = dense(plain_x, w, target, bias, reduction=reduction, **made)
+            placed_x = distribute_tensor(x, mesh, [R]).requires_grad_()
+            placed = [distribute_tensor(t, mesh, [Shard(0)]) for t in (w, bias)]
+            found = flce_ops.linear_cross_entropy(placed_x, placed[0], target, placed[1], reduction=reduction, **made)
+            assert error(full(found), exact) <= 4 * error(plain, exact) + 3e-7, (options, reduction)
+            for loss in (exact, plain, found):
+                loss.sum().backward()
+            usual = error(plain_x.grad, exact_x.grad)
+            assert error(full(placed_x.grad), exact_x.grad) <= 4 * usual + 1e-6, (options, reduction)
+            logits = distribute_tensor(F.linear(x, w, bias), mesh, [Shard(1)])
+            found = flce_ops.cross_entropy(logits, target, reduction=reduction, **made)
+            assert error(full(found), exact) <= 4 * error(plain, exact) + 3e-7, (options, reduction)
+
+
+def to_device_of(value, device):
+    return value.to(device) if isinstance(value, torch.Tensor) else value
