@@ -129,6 +129,8 @@ def block_of(per_class: Tensor | None, classes: slice) -> Tensor | None:
 @functional
 @takes(Forward)
 def forward(call: Forward) -> Outputs:
+    if call.ranks > 1:
+        refuse_hole("export_decompositions", "exported shards")
     input, linear_weight, target, linear_bias, weight = call.operands
     check_target_range(target, call.num_classes, call.ignore_index, on_device=True)
     valid, hit, column = target_columns(target, call.ignore_index, call.vocab_start, linear_weight.shape[0])

@@ -41,6 +41,10 @@ CPU_ROWS_AT_LEAST = 64
 # fewer rows unless the call has fewer.
 ROWS_OF_EQUAL_BITS = 4
 
+# A product of other classes may have other bits, too: batch_invariant multiplies blocks of this many by themselves.
+# The tiles of Triton's logits are this wide or a multiple.
+CLASSES_OF_EQUAL_BITS = 128
+
 # One matrix of a block takes 1 / BLOCK_SHARE of the workspace, and on a CPU at most this many bytes, for its cache. A
 # step takes the same time with 1 to 8 MiB.
 BLOCK_SHARE = 8
@@ -60,13 +64,23 @@ def product_is_rounded(input: Tensor) -> bool:
 
 
 def chunk_product(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    out: Tensor | None = None,
+    block: int = 0,  # of classes that are multiplied by themselves, if `out` is given; 0: all at once
 ) -> Tensor:  # u, (n, V)
     n, dtype = input.shape[0], product_dtype(input) if out is None else out.dtype
     if input.device.type == "cpu" and dtype.itemsize >= 4 and n % ROWS_OF_EQUAL_BITS and n > ROWS_OF_EQUAL_BITS:
         out = input.new_empty(n, linear_weight.shape[0]) if out is None else out
         for rows in (slice(n - n % ROWS_OF_EQUAL_BITS), slice(n - ROWS_OF_EQUAL_BITS, n)):
-            chunk_product(input[rows], linear_weight, linear_bias, out[rows])
+            chunk_product(input[rows], linear_weight, linear_bias, out[rows], block)
+        return out
+    if block:
+        for start in range(0, linear_weight.shape[0], block):
+            classes = slice(start, start + block)
+            bias = None if linear_bias is None else linear_bias[classes]
+            chunk_product(input, linear_weight[classes], bias, out[:, classes])
         return out
     if readable(linear_weight):
         return product(input, linear_weight.T, dtype, linear_bias, out)
@@ -165,6 +179,7 @@ def chunk_products(
     """Yields the rows of each chunk and their u, (n, V), in memory that all chunks share. The first R rows of u may be
     saved.
     """
+    block = CLASSES_OF_EQUAL_BITS if getattr(call, "batch_invariant", False) and input.device.type == "cpu" else 0
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
         known, count = 0, chunk.stop - chunk.start
@@ -176,7 +191,7 @@ def chunk_products(
         if known < count:
             rest, out = slice(chunk.start + known, chunk.stop), u[known:] if known else u
             # not assigned to a variable, so a gathered copy of the rows is freed at once
-            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
+            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out, block)
         yield chunk, u
 
 

@@ -1,15 +1,16 @@
 """linear_cross_entropy_forward: the numbers of each row that the loss needs."""
 
+import sys
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..math.precision import two_sum
-from ..math.shards import target_columns
+from ..math.shards import shard_rows, target_columns
 from ..meta.arguments import Forward
 from ..support.readable import copy_bytes
 from .chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows_per_chunk, save_product
+from .class_blocks import over_classes
 from .logits import (
     activate,
     at_columns,
@@ -30,20 +31,24 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
+    over = over_classes(call)
     if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, which lacks some classes
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight = None if weight is None else weight.to(lse.dtype)
-    weight_sum = num_classes if weight is None else weight.sum()
+    weight_sum = over.number_of(num_classes) if weight is None else over.per_class(weight).sum()
     in_block = (product_dtype(input) != lse.dtype) + (call.expected_log_prob or call.log_sum_sq_probs)
     reserved = 0 if linear_weight.is_contiguous() else copy_bytes(linear_weight)
-    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=reserved)
+    if call.ranks > 1:  # which exchange once a chunk, of as many rows on every rank
+        step = rows_per_chunk(input, shard_rows(call.num_classes, call.ranks), matrices=in_block)
+    else:
+        step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=reserved)
     if call.retain:
         products = retained.view(input.dtype)
         products[:, num_classes:].zero_()
         products[input.shape[0] :].zero_()
-    nbytes = block_bytes(input)
+    nbytes = block_bytes(input) if call.ranks == 1 else sys.maxsize
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step):
         if call.retain:
             save_product(products, chunk, product)
@@ -51,24 +56,24 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, call.logits.of(rows))
             at_target = at_columns(logits, own_column, own_target_logit)
-            own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
+            own_target_logit.copy_(over.at_target(at_target, None if hit is None else hit[rows]))
             if call.argmax:
-                max_logit[rows], argmax[rows] = logits.max(1)
+                max_logit[rows], argmax[rows] = over.argmax(logits)
             if call.mean_logit:
-                mean_logit[rows] = logits.sum(1) / call.num_classes
-            row_max = subtract_maximum(logits)
+                mean_logit[rows] = over.sum(logits) / call.num_classes
+            row_max = subtract_maximum(logits, over)
             if call.logit_sum:
-                sums[rows] = weighted_logits(logits, weight)
+                sums[rows] = weighted_logits(logits, weight, over)
             if call.expected_log_prob:
-                row_sum, first_moment = row_moments(logits)
+                row_sum, first_moment = row_moments(logits, over)
                 expected[rows] = first_moment / row_sum - row_sum.log()
             else:
-                row_sum = exponentiate(logits)
+                row_sum = exponentiate(logits, over)
             log_sum = row_sum.log()
             if call.logit_sum:
                 sums[rows] = sum_from_lse(sums[rows], log_sum, weight_sum)
             if call.log_sum_sq_probs:
-                squares[rows] = log_sum_of_squares(logits, row_sum)
+                squares[rows] = log_sum_of_squares(logits, row_sum, over)
             total, rest = two_sum(row_max, log_sum)
             own_lse.copy_(total)
             own_rest.copy_(rest)

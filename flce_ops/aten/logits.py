@@ -28,6 +28,7 @@ from ..math.precision import accumulation_dtype
 from ..math.topk import in_columns
 from ..meta.arguments import Backward, SupportBackward
 from .chunks import chunk_product
+from .class_blocks import ALL_AT_ONCE, OverClasses
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
@@ -93,9 +94,12 @@ def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V
     return None if per_class is None else per_class.to(dtype)
 
 
-def weighted_logits(logits: Tensor, weight: Tensor | None) -> Tensor:
+def weighted_logits(logits: Tensor, weight: Tensor | None, over: OverClasses = ALL_AT_ONCE) -> Tensor:
     """sum_j w_j z_ij, (n,)."""
-    return logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
+    if weight is None:
+        return over.sum(logits)
+    weight = weight.to(logits.dtype)
+    return logits @ weight if over is ALL_AT_ONCE else over.sum(logits * weight)
 
 
 def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor | int) -> Tensor:
@@ -106,16 +110,16 @@ def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor |
     return sum_from_maximum - weight_sum * torch.where(log_sum == -torch.inf, 0.0, log_sum)
 
 
-def subtract_maximum(logits: Tensor) -> Tensor:  # (n,)
+def subtract_maximum(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
     """Replaces z by z - row_max in place. Returns row_max."""
-    row_max = finite_maximum(logits)
+    row_max = over.largest(finite_maximum(logits))
     logits.sub_(row_max)
     return row_max.squeeze(1)
 
 
-def exponentiate(shifted: Tensor) -> Tensor:  # (n,)
+def exponentiate(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
     """Replaces z - row_max by E, its exponential, in place. Returns the row sums."""
-    return shifted.exp_().sum(1)
+    return over.sum(shifted.exp_())
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
@@ -133,15 +137,15 @@ def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tenso
     return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
 
 
-def row_moments(shifted: Tensor) -> tuple[Tensor, Tensor]:
+def row_moments(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor]:
     """Like exponentiate; also returns the row sums of E (z - row_max)."""
     copy = at_least_finite(shifted).clone()
-    return exponentiate(shifted), copy.mul_(shifted).sum(1)
+    return exponentiate(shifted, over), over.sum(copy.mul_(shifted))
 
 
-def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor) -> Tensor:  # (n,)
+def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
     """log sum_j p_ij^2. The largest E of a row is 1, so neither sum underflows or overflows."""
-    return exponentials.square().sum(1).log_() - 2.0 * row_sum.log()
+    return over.sum(exponentials.square()).log_() - 2.0 * row_sum.log()
 
 
 def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..support.readable import copy_bytes
 from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
+from .class_blocks import ALL_AT_ONCE, over_classes
 from .gradients import GradientAccumulator, rows_beside_gradients
 from .logits import (
     activate_with_slope,
@@ -239,6 +240,7 @@ def loss_and_gradients(
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
+    over = over_classes(call) if getattr(call, "batch_invariant", False) else ALL_AT_ONCE
     of_classes = None if class_weight is None or objective.d_sum is None else class_weight.sum()
     for chunk, product in products:
         # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
@@ -253,7 +255,7 @@ def loss_and_gradients(
             target_logit = found if objective.soft else found.squeeze(1)
             largest = shared.largest(logits) if shared else None
             row_max, row_sum, logit_sum = exponentiate_with_statistics(
-                logits, statistics, rows, num_classes, class_weight, logit_sum=objective.d_sum is not None
+                logits, statistics, rows, num_classes, class_weight, logit_sum=objective.d_sum is not None, over=over
             )
             log_sum = row_sum.log()
             if logit_sum is not None:

@@ -95,7 +95,7 @@ def token_losses(
 
 
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
-    if layout.splits_vocabulary:
+    if layout.splits_vocabulary and not problem.batch_invariant:
         from ..distributed.vocab_parallel import vocab_parallel_rows
 
         return vocab_parallel_rows(cast(Any, layout), problem)
@@ -108,7 +108,8 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
     if problem.support is None:
-        found = Forward.like(problem, **asked).dispatched()
+        own = layout.shard(problem.operands) if problem.batch_invariant else {}
+        found = Forward.like(problem, **asked, **own).dispatched()
     else:
         found = forward_of_support(problem, problem.support, layout.num_classes, **asked)
     target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found

@@ -32,7 +32,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", 
 # objective's gradients, or for the layout or the path of the call.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards", "a quantized head", "batch_invariant")
+FEATURES += ("recomputing shards", "a quantized head", "batch_invariant", "a divergence")
 
 
 def features_of(call: Any) -> set[str]:
@@ -58,12 +58,12 @@ def features_of(call: Any) -> set[str]:
         found.add("sparse gradient")
         if call.sparse.gradient_mode == "tiles":
             found.add("tiles")
-        if call.target.dim() == call.input.dim():
-            found.add("topk")
-    if "support" in found and call.target.dim() == call.input.dim():
-        found.add("topk")
     if values.get("batch_invariant"):
         found.add("batch_invariant")
+    if "teacher_weight" in values:
+        found.add("a divergence")
+    elif found & {"sparse gradient", "support", "batch_invariant"} and call.target.dim() == call.input.dim():
+        found.add("topk")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
     return found
@@ -94,8 +94,10 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ),
     },
     "batch_invariant": {
-        ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented, as ranks add up parts "
-        "of grad_input; leave batch_invariant out",
+        ("sharded vocabulary", "a divergence"): "batch_invariant of a divergence over a sharded vocabulary is not "
+        "implemented; leave batch_invariant out",
+        ("sharded vocabulary", "topk"): "batch_invariant of several classes a token over a sharded vocabulary is not "
+        "implemented; leave batch_invariant out",
         ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
         ("support",): "batch_invariant with a support is not implemented; leave batch_invariant out",
     },

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.one_rank import OneRank
-from ..math.support import SortedIds, TokenIds
+from ..math.support import TokenIds
 from ..meta.checks import TARGET_DTYPES, check_dense, check_device
 from ..support.dtensor import any_dtensor
 from ..support.torch_private import check_value
@@ -60,9 +60,8 @@ def support_of_call(op: str, layout: OneRank, call: LogProbs | RowLoss, target: 
     )
     if target.device.type == "cpu":
         counts = (target != call.ignore_index) & (target >= 0) & (target < num_classes)
-        holds = SortedIds(given, counts, num_classes).holds(target) | ~counts
         check_value(
-            holds.all(),
+            given.hold(target, counts).all(),
             f"{op}: expected target to be among the ids of its token's support, got one outside; a token without ids "
             "has all classes",
         )

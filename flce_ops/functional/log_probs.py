@@ -133,7 +133,8 @@ def linear_log_probs(
             look, its log-probability is -inf. Only one class per token, and not with shift.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient and, over a sharded
+            vocabulary, of the results.
         return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
             ``"mean_logit"``, mean_j z_j. The result is a pair then.
 

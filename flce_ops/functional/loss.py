@@ -198,7 +198,8 @@ def linear_cross_entropy(
             linear_weight and of its gradient.
         batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other
             tokens are, and how many, as those of losses and log-probabilities always are. For "sum", "none", and "mean"
-            with a normalizer. 16-bit dtypes on NVIDIA GPUs; see docs/agreement.md. Not over a sharded vocabulary.
+            with a normalizer. 16-bit dtypes on NVIDIA GPUs. Over a sharded vocabulary it gives losses and metrics the
+            bits of one rank, and promises nothing of the gradient. See docs/agreement.md.
         return_metrics: also return by-products of the same pass, without a host synchronisation: True for the accuracy
             and the argmax, or names. With ``p = softmax(z)``, in nats::
 

@@ -101,7 +101,8 @@ def linear_policy_loss(
             over them. Give it where old_log_probs are renormalised, too.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``;
             backward makes the gradients then.
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient and, over a sharded
+            vocabulary, of the results.
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the

@@ -33,6 +33,15 @@ class TokenIds(NamedTuple):
         behind = torch.searchsorted(self.begins, place, right=True)
         return behind, (place < pad(self.ends, (1, 0))[behind]) & pad(counts, (1, 0))[behind]
 
+    def hold(self, target: Tensor, counts: Tensor) -> Tensor:  # (N,) -> (N,) bool
+        """Whether the target is among its token's ids, or the token has none or does not count."""
+        behind, read = self.owners(counts)
+        named = read & (self.ids >= 0)
+        is_target = named & (self.ids == pad(target, (1, 0))[behind])
+        nothing = behind.new_zeros(counts.shape[0] + 1)
+        ids, hits = (nothing.index_add(0, behind, these.long())[1:] for these in (named, is_target))
+        return (hits > 0) | (ids == 0)
+
 
 class Support(NamedTuple):
     """The form that the operators take. Entries of `classes` from offsets[N] on have no meaning."""
@@ -53,7 +62,9 @@ class SortedIds:
         named = read & (given.ids >= 0)
         self.of_token = torch.arange(tokens + 1, device=counts.device) * num_classes  # the token's smallest pair
         self.none = self.of_token[-1:]  # a tensor, because a symbolic number would become a constant of the graph
-        self.pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none).sort().values
+        pairs = torch.where(named, (behind - 1) * num_classes + given.ids, self.none)
+        del behind, read, named  # the sort takes five times its numbers
+        self.pairs = pairs.sort().values
 
     def support(self, classes: slice) -> Support:
         """The support's part on a shard, which has `classes`."""
@@ -62,13 +73,6 @@ class SortedIds:
         here = distinct & (column >= 0) & (column < classes.stop - classes.start)
         behind = pad(here.cumsum(0), (1, 0))
         last = torch.arange(behind.shape[0], device=column.device)[-1:]  # where entries of other shards go
-        found = torch.full_like(behind, -1).scatter(0, torch.where(here, behind[:-1], last), column)
+        found = torch.full_like(behind, -1).scatter_(0, torch.where(here, behind[:-1], last), column)
         begins = torch.searchsorted(self.pairs, self.of_token)
         return Support(found[:-1], behind[begins], pad(distinct.cumsum(0), (1, 0))[begins].diff())
-
-    def holds(self, target: Tensor) -> Tensor:  # (N,) -> (N,) bool
-        """Whether each target is among its token's ids. True for a token without ids."""
-        wanted = self.of_token[:-1] + target
-        begins = torch.searchsorted(self.pairs, self.of_token)
-        found = torch.cat([self.pairs, self.none])[torch.searchsorted(self.pairs, wanted)] == wanted
-        return found | (begins.diff() == 0)

@@ -5,6 +5,7 @@ Autograd holds the saved logits, as any saved tensor (`save` in function.py), an
 
 import torch
 
+from ..math.shards import shard_rows
 from ..meta import saved_columns
 from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
@@ -24,7 +25,9 @@ def saved_rows(call: Forward) -> int:
         topk=call.operands.target.dim() == 2,
         sparse=call.sparse.gradient_threshold != 0.0,
     )
-    return rows_to_save(facts, input.shape[0], linear_weight.shape[0])
+    # as many on every rank
+    num_classes = linear_weight.shape[0] if call.ranks == 1 else shard_rows(call.num_classes, call.ranks)
+    return rows_to_save(facts, input.shape[0], num_classes)
 
 
 def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:

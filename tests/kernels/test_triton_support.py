@@ -69,6 +69,22 @@ def test_rows_and_gradients_are_those_of_aten_in_float64(
             assert error(mine, right) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 64, 1 << 20])
+def test_lists_of_classes_are_sorted_by_class_and_token(at_once, monkeypatch):
+    """Whatever the ranges are that are sorted at a time; behind the lists stand entries of no token."""
+    monkeypatch.setattr(in_triton, "SORTED", at_once)
+    inputs, support = prepared((29, 4, 13), 9, torch.float32, False)
+    support = support._replace(classes=torch.cat([support.classes, support.classes.new_full((5,), -1)]))
+    grad = torch.randn(support.classes.shape)
+    entries, starts = in_triton.by_class(support, grad, 29, 13)
+    count = int(support.offsets[-1])
+    token = torch.repeat_interleave(torch.arange(29), support.offsets.diff())
+    column, order = support.classes[:count].sort(stable=True)
+    assert torch.equal(entries[:count] & 0xFFFFFFFF, token[order])
+    assert torch.equal((entries[:count] >> 32).int(), grad[:count][order].view(torch.int32))
+    assert torch.equal(starts, torch.searchsorted(column, torch.arange(14)))
+
+
 @interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("names", [("logit_scale",), ("logit_scale", "softcap")], ids=str)

@@ -42,6 +42,7 @@ NUMBERS = 64  # entries that a program reads at a time when u is known
 UNSPLIT = 1 << 30  # more entries than any list has, so no list is split
 SPLIT = 256  # a class's list with more entries is cut, as in sparse_step.py
 SPLITS = 256  # the most splits of all classes together; their float32 sums take 4 MiB at D = 4096
+SORTED = 1 << 20  # entries that are sorted at a time: 48 MiB
 TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program of the gather kernel
 
 
@@ -286,30 +287,48 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
             lengths = call.support.offsets.diff()
             launch_sums(entries, lengths, linear_weight, results[0], add, UNSPLIT, TOKEN_COLUMNS)
         if want_weight or want_bias:
-            order, token, starts = by_class(call.support, input.shape[0], linear_weight.shape[0])
-            grad = grad[order]
+            del entries
+            of_classes, starts = by_class(call.support, grad, input.shape[0], linear_weight.shape[0])
             if want_weight:
-                of_classes = grad.view(torch.int32).long() << 32 | token
                 launch_sums(of_classes, starts.diff(), input, results[1], add, SPLIT, CLASS_COLUMNS)
             if want_bias:
+                grad = (of_classes >> 32).int().view(torch.float32)
                 total = torch.segment_reduce(grad, "sum", offsets=starts, initial=0.0, unsafe=True)
                 results[2].copy_(total + results[2] if add else total)
     record_run(call, input.shape[0], 1, NOTE)
     return results
 
 
-def by_class(support: Support, tokens: int, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the entries by class and, within a class, by token. Returns their order (E,), the token of each sorted
-    entry (E,), and where each class begins (V + 1,).
+def by_class(support: Support, grad: Tensor, tokens: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Lists of the classes: (E,) int64, entries by class, and by token within a class; (V + 1,) where classes begin.
 
-    Entries that belong to no token come last.
+    Behind the last list stand entries of no token, of which padded ids leave many. A sort takes six times its numbers
+    in memory, so one range of entries is sorted at a time. Counts of the ranges before it say where its own belong.
     """
-    place = torch.arange(support.classes.shape[0], device=support.classes.device)
-    token = torch.searchsorted(support.offsets, place, right=True) - 1
-    key = torch.where(token < tokens, support.classes, num_classes) * tokens + token
-    key, order = key.sort()
-    classes = torch.arange(num_classes + 1, device=place.device) * tokens
-    return order, key % max(tokens, 1), torch.searchsorted(key, classes)
+    places, device = support.classes.shape[0], grad.device
+    ranges = [slice(start, min(start + SORTED, places)) for start in range(0, places, SORTED)]
+
+    def classes_and_tokens(part: slice) -> tuple[Tensor, Tensor]:
+        place = torch.arange(part.start, part.stop, device=device)
+        token = torch.searchsorted(support.offsets, place, right=True) - 1
+        return torch.where(token < tokens, support.classes[part], num_classes), token
+
+    counts = torch.zeros(num_classes + 1, dtype=torch.int64, device=device)
+    for part in ranges:
+        column, token = classes_and_tokens(part)
+        counts.scatter_add_(0, column, torch.ones_like(column))
+    behind = counts.cumsum(0)
+    starts, free = behind - counts, behind - counts  # free: where a class's next entry belongs
+    entries, classes = torch.empty_like(support.classes), torch.arange(num_classes + 2, device=device)
+    for part in ranges:
+        column, token = classes_and_tokens(part)
+        entry = grad[part].view(torch.int32).long() << 32 | token
+        column, order = column.sort(stable=True)
+        first = torch.searchsorted(column, classes)
+        place = free[column] + torch.arange(column.shape[0], device=device) - first[column]
+        entries.scatter_(0, place, entry[order])
+        free += first.diff()
+    return entries, starts
 
 
 def launch_sums(

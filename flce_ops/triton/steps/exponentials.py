@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...math.shards import Exchange, shard_rows
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
@@ -76,12 +77,14 @@ def launch_exponentials(
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
     scratch: Tensor | None = None,  # flat float32, memory for two numbers per row and tile
     pair: Pair = NO_PAIR,
+    exchange: Exchange | None = None,  # of tiles, if ranks share the rows: sums are those of whole rows, and references
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands
     reference_logit, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
-    tiles = triton.cdiv(linear_weight.shape[0], block_v)
+    classes = linear_weight.shape[0]
+    tiles = triton.cdiv(classes if exchange is None else shard_rows(call.num_classes, exchange.ranks), block_v)
     if scratch is None or scratch.shape[0] < 2 * tiles * room:
         scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
     partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
@@ -116,27 +119,35 @@ def launch_exponentials(
             if sums.argmax is not None and cols.start:
                 sums.argmax[of_tiles] += cols.start
 
+    def of_all_ranks(per_tile: Tensor) -> Tensor:
+        return per_tile if exchange is None else exchange.tiles(per_tile, triton.cdiv(call.num_classes, block_v))
+
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     exponentiate(sums)
-    launch_sum_tiles(partial, row_sum, valid_tokens, raises=guard)
+    launch_sum_tiles(of_all_ranks(partial), row_sum, valid_tokens, raises=guard)
 
     operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
     backend.logits(*operands, guard=guard, pair=pair)
-    launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
+    maxima, parts = of_all_ranks(partial_max), of_all_ranks(partial)
+    launch_max_and_sum(maxima, parts, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
-    launch_sum_tiles(partial, row_sum, valid_tokens, guarded_by=guard)
+    launch_sum_tiles(of_all_ranks(partial), row_sum, valid_tokens, guarded_by=guard)
     found: dict[str, Tensor] = {}
     if asked.argmax:
-        found["max_logit"], found["argmax"] = argmax_over_tiles(sums, rows, linear_weight.shape[0])
+        if exchange is not None:
+            per_tile["argmax"] += call.vocab_start
+            classes = call.num_classes
+        largest = of_all_ranks(per_tile["row_max"]), of_all_ranks(per_tile["argmax"])
+        found["max_logit"], found["argmax"] = argmax_over_tiles(*largest, rows, classes)
     for name, part in per_tile.items():
         if name in Asked._fields and name != "argmax":
-            found[name] = weighted_column_sum(part, None)[:rows]
+            found[name] = weighted_column_sum(of_all_ranks(part), None)[:rows]
     return RowSums(row_sum, reference_logit, **found)
 
 
-def argmax_over_tiles(sums: ExpSum, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
+def argmax_over_tiles(row_max: Tensor, argmax: Tensor, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
     """The largest logit and its class: the first of equals, or the last class if the maximum is nan."""
-    row_max, argmax, last = sums.row_max[:, :n], sums.argmax[:, :n], num_classes - 1
+    row_max, argmax, last = row_max[:, :n], argmax[:, :n], num_classes - 1
     max_logit = row_max.amax(0)
     return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)

@@ -165,6 +165,8 @@ class OnePassStep:
             at_target,
             class_slices=class_slices,
             asked=sums_for(Statistics(*(out is not None for out in statistics))),
+            # as forward's operator sums
+            reference_class=at_target.reference_class if self.by_ranges and statistics.entropy is not None else None,
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
