@@ -205,7 +205,8 @@ def add_block(
         weighted, numbers = shifted, VEC * tl.sum(inside.to(tl.float32), 1)
         if scores.class_weight is not None:
             weight = class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
-            weighted, numbers = weight * shifted, tl.sum(weight, 1)
+            # two signs, because Triton 3.6 cannot compile a loop that adds a plain reduction to a sum it reads elsewhere
+            weighted, numbers = weight * shifted, -tl.sum(-weight, 1)
         if MASKED:
             weighted = tl.where(inside, weighted, 0.0)
         logit_sum += moved_sum(weight_sum, m - new_m) + tl.sum(weighted, 1)

@@ -316,7 +316,10 @@ def by_class(support: Support, grad: Tensor, tokens: int, num_classes: int) -> t
     counts = torch.zeros(num_classes + 1, dtype=torch.int64, device=device)
     for part in ranges:
         column, token = classes_and_tokens(part)
-        counts.scatter_add_(0, column, torch.ones_like(column))
+        here = token < tokens
+        # the others add 0, each to another count: millions of additions to one count would wait for each other
+        spread = torch.arange(column.shape[0], device=device) % num_classes
+        counts.scatter_add_(0, torch.where(here, column, spread), here.long())
     behind = counts.cumsum(0)
     starts, free = behind - counts, behind - counts  # free: where a class's next entry belongs
     entries, classes = torch.empty_like(support.classes), torch.arange(num_classes + 2, device=device)
