@@ -205,7 +205,7 @@ def add_block(
         weighted, numbers = shifted, VEC * tl.sum(inside.to(tl.float32), 1)
         if scores.class_weight is not None:
             weight = class_weights(scores, row.head + number, tl.broadcast_to(inside, (BLOCK_G, VEC)))
-            # two signs, because Triton 3.6 cannot compile a loop that adds a plain reduction to a sum it reads elsewhere
+            # two signs: Triton 3.6 cannot compile a loop that adds a plain reduction to a sum which it also reads
             weighted, numbers = weight * shifted, -tl.sum(-weight, 1)
         if MASKED:
             weighted = tl.where(inside, weighted, 0.0)
