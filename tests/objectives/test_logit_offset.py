@@ -84,7 +84,7 @@ def test_weights_and_smoothing_of_given_logits_at_any_alignment(device, classes)
     made = {"label_smoothing": 0.3, "reduction": "none"}
     exact = F.cross_entropy(logits.double(), target, weight.double(), **made)
     plain = F.cross_entropy(logits, target, weight, **made)
-    assert error(flce_ops.cross_entropy(logits, target, weight, **made), exact) <= 4 * error(plain, exact) + 2e-7
+    assert error(flce_ops.cross_entropy(logits, target, weight=weight, **made), exact) <= 4 * error(plain, exact) + 2e-7
 
 
 @pytest.mark.parametrize("padded", [0, 3])
