@@ -17,7 +17,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,9 +26,10 @@ import flce_ops
 from .data import Problem, make_problem
 from .kl_div import teacher_of
 from .modes import Step
-from .report import Environment, Report, environment, say
+from .report import Environment, Report, environment, say, table_of
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
+from .timing_arguments import timing_arguments
 
 # N tokens, D hidden, V vocabulary
 
@@ -121,25 +121,12 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
 
 
 def table(rows: Sequence[CostRow]) -> str:
-    lines = [f"{'step':28}{'ms':>9}{'x_before':>10}{'spread':>9}"]
-    for row in rows:
-        numbers = [("ms", 9, ".3f"), ("x_before", 10, ".3f"), ("spread", 9, ".3f")]
-        cells = ("" if (got := getattr(row, name)) is None else format(got, form) for name, _, form in numbers)
-        widths = (width for _, width, _ in numbers)
-        lines.append(f"{row.step:28}{''.join(map(str.rjust, cells, widths))}  {row.reason}".rstrip())
-    return "\n".join(lines)
+    columns = [("ms", 9, ".3f"), ("x_before", 10, ".3f"), ("spread", 9, ".3f")]
+    return table_of(rows, columns, heading="step", width=28, name_of=lambda row: row.step)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.batch_invariant", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ms", type=float, default=150, help="back-to-back time of a step in a round")
-    parser.add_argument("--seed", type=int, default=1, help="of the data")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser = timing_arguments("batch_invariant", __doc__, shapes=SHAPES, rounds=9, ms=150)
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     report = Report(options.out / environment(device).slug / "batch_invariant.csv")

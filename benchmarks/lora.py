@@ -15,7 +15,6 @@ relative to float32. peak_MiB excludes x, W and the target.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +27,10 @@ from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
 from .modes import MODES, Step
 from .providers import floor
-from .report import Environment, Report, environment, say
+from .report import Environment, Report, environment, say, table_of
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
+from .timing_arguments import timing_arguments
 
 # N tokens, D hidden, V vocabulary, r rank
 
@@ -201,27 +201,12 @@ def measure(shape: Shape, rank: int, device: torch.device, options: argparse.Nam
 def table(rows: Sequence[LoraRow]) -> str:
     columns = [("ms", 9, ".3f"), ("x_floor", 9, ".3f"), ("spread", 8, ".1%"), ("peak_MiB", 9, ".0f")]
     columns += [(name, 9, ".1e") for name in ("err_loss", "err_dx", "err_da", "err_db")]
-    lines = ["provider".ljust(15) + "".join(name.rjust(width) for name, width, _ in columns)]
-    for row in rows:
-        values = [(getattr(row, name), width, form) for name, width, form in columns]
-        cells = (
-            "".rjust(width) if value is None else format(value, form).rjust(width) for value, width, form in values
-        )
-        lines.append(f"{row.provider.ljust(15)}{''.join(cells)}  {row.reason}".rstrip())
-    return "\n".join(lines)
+    return table_of(rows, columns, heading="provider", width=15, name_of=lambda row: row.provider)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.lora", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
+    parser = timing_arguments("lora", __doc__, shapes=SHAPES, rounds=3, ms=300)
     parser.add_argument("--ranks", default="16,64")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=300, help="back-to-back time of a step in a round")
-    parser.add_argument("--seed", type=int, default=1, help="of the data")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     report = Report(options.out / environment(device).slug / "lora.csv")

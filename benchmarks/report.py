@@ -7,10 +7,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -167,6 +167,20 @@ def table(rows: list[Row]) -> str:
         if row.ms is None:
             reasons.setdefault(row.reason, []).append(row.provider)
     lines += [f"without {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return "\n".join(lines)
+
+
+Column = tuple[str, int, str]  # a row's attribute, which is the heading, too; the width; the format
+
+
+def table_of(
+    rows: Iterable[Any], columns: Sequence[Column], *, heading: str, width: int, name_of: Callable[[Any], str]
+) -> str:
+    """A line for each row: its name, the columns, and the reason why a number is missing."""
+    lines = [heading.ljust(width) + "".join(column.rjust(wide) for column, wide, _ in columns)]
+    for row in rows:
+        cells = "".join(_cell(getattr(row, column), form).rjust(wide) for column, wide, form in columns)
+        lines.append(f"{name_of(row).ljust(width)}{cells}  {row.reason}".rstrip())
     return "\n".join(lines)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ import flce_ops
 from .data import IGNORE_INDEX, Problem, make_problem
 from .memory import MIB, peak_bytes
 from .modes import Step
-from .report import Environment, Report, environment, say
+from .report import Environment, Report, environment, say, table_of
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
+from .timing_arguments import timing_arguments
 
 # N tokens, K ids of each, E ids of all, D hidden, V vocabulary
 
@@ -176,27 +176,14 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
 def table(rows: Sequence[SupportRow]) -> str:
     columns = [("ms", 9, ".3f"), ("x_exact", 9, ".3f"), ("spread", 8, ".1%"), ("mean_ids", 10, ".1f")]
     columns += [("peak_MiB", 10, ".0f"), ("beyond_MiB", 12, ".0f"), ("err_log_probs", 15, ".1e")]
-    lines = ["step".ljust(32) + "".join(name.rjust(width) for name, width, _ in columns)]
-    for row in rows:
-        values = [(getattr(row, name), width, form) for name, width, form in columns]
-        cells = "".join(
-            "".rjust(width) if value is None else format(value, form).rjust(width) for value, width, form in values
-        )
-        lines.append(f"{f'{row.function}, {row.support}'.strip(', ').ljust(32)}{cells}  {row.reason}".rstrip())
-    return "\n".join(lines)
+    return table_of(
+        rows, columns, heading="step", width=32, name_of=lambda row: f"{row.function}, {row.support}".strip(", ")
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.support", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
+    parser = timing_arguments("support", __doc__, shapes=SHAPES, rounds=3, ms=300)
     parser.add_argument("--mean", type=int, default=MEAN, help="ids of a token")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=300, help="back-to-back time of a step in a round")
-    parser.add_argument("--seed", type=int, default=1, help="of the data")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     report = Report(options.out / environment(device).slug / "support.csv")

@@ -36,7 +36,7 @@ from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..support.readable import copy_bytes
 from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
-from .class_blocks import ALL_AT_ONCE, over_classes
+from .class_blocks import over_classes
 from .gradients import GradientAccumulator, rows_beside_gradients
 from .logits import (
     activate_with_slope,
@@ -240,7 +240,7 @@ def loss_and_gradients(
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes, multiple = block_bytes(input), multiple_of(call)
-    over = over_classes(call) if getattr(call, "batch_invariant", False) else ALL_AT_ONCE
+    over = over_classes(call)
     of_classes = None if class_weight is None or objective.d_sum is None else class_weight.sum()
     for chunk, product in products:
         # if ranks share the vocabulary, a chunk is one block: one exchange a chunk

@@ -10,7 +10,7 @@ from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossNumbers
 from ..objectives.row import Nothing, RowObjective
 
-# N tokens, K classes of a target, D and E hidden sizes of student and teacher, E ids of all tokens, V vocabulary
+# N tokens, K classes of a target, D hidden size (E of a teacher), M ids of all supports together, V vocabulary
 
 
 class CrossEntropy(Arguments, keyword_from="weight"):
@@ -84,7 +84,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
     tail: bool = False
-    support: Tensor | None = None  # (..., K), or with offsets (E,)
+    support: Tensor | None = None  # (..., K), or with offsets (M,)
     support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
     token_temperature: Tensor | None = None  # (...), in place of the number
@@ -105,7 +105,7 @@ class RowLoss(Arguments, keyword_from="own"):
     numbers: LogitNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
-    support: Tensor | None = None  # (..., K), or with offsets (E,)
+    support: Tensor | None = None  # (..., K), or with offsets (M,)
     support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
     token_temperature: Tensor | None = None  # (...), in place of the number

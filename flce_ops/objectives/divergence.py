@@ -103,7 +103,7 @@ class Divergence:
     sums: ClassVar[int] = 2
     matrices: ClassVar[int] = 3  # matrices of a chunk's size that exist at once in ATen, including log q and log p
     of_entry: ClassVar[EntryFunction]
-    of_sums: ClassVar[EntryFunction]  # returns the divergence in nats, and K
+    of_sums: ClassVar[EntryFunction]  # returns the divergence in nats, and the row's K, which G subtracts
     gradient: ClassVar[EntryFunction]
     scale_of_sums: ClassVar[EntryFunction | None] = None  # a factor of G, e^divergence; None for 1
 
