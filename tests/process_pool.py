@@ -153,7 +153,9 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         device, backend = torch.device("cuda", rank % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(device)
-    if device_type == STAGED or (device_type == "cuda" and torch.cuda.device_count() < size):
+    if device_type == "cuda" and torch.cuda.device_count() < size:
+        os.environ.update(NCCL_HOSTID=f"process{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    if device_type == STAGED:
         import staged_group  # registers it
 
         backend = staged_group.NAME
