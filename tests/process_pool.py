@@ -1,5 +1,5 @@
 """Process groups that stay alive between tests: one per (device type, number of processes), gloo on CPU, NCCL on GPUs.
-If there are fewer GPUs than processes, two or four processes share one card (staged_group.py).
+If there are fewer GPUs than processes, two or four processes share one card, also over NCCL.
 
 A test sends a module-level function to every process of a group, and fails with the tracebacks of the processes that
 raised. If a process fails or hangs, its group is ended, and the next test starts a new one. All processes get the
@@ -28,7 +28,6 @@ GRACE_SECONDS = 5
 
 GPU_WORLDS = (2, 4, 8)
 ON_ONE_CARD = 4  # at most so many processes share a card
-STAGED = "staged"  # in place of a device type: the group of one card, on the CPU
 
 # Modules that the parent of the CPU processes imports once, instead of 5 s of a core in each process. CUDA does not
 # allow such forks.
@@ -154,11 +153,9 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
         device, backend = torch.device("cuda", rank % torch.cuda.device_count()), "nccl"
         torch.cuda.set_device(device)
     if device_type == "cuda" and torch.cuda.device_count() < size:
+        # NCCL refuses two processes of one host on one card. With names of their own it takes them for two hosts, which
+        # it connects by sockets.
         os.environ.update(NCCL_HOSTID=f"process{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    if device_type == STAGED:
-        import staged_group  # registers it
-
-        backend = staged_group.NAME
     dist.init_process_group(
         backend,
         init_method=rendezvous,
