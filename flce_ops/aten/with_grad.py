@@ -110,6 +110,7 @@ def vocab_parallel_with_grad(
         of_shards = class_weights_of_shards(weight, shards_of_classes(slice(0, call.vocab_size), call.ranks), losses)
     exchange = Exchange(call.group, call.ranks, of_shards)
     own_statistics = statistics_of_shard(call.statistics, losses)
+    lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     matrices += 0 if draws is None else needs_exact(call) + 1
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
@@ -118,11 +119,11 @@ def vocab_parallel_with_grad(
     else:
         gradients = SparseAccumulator(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
     products = chunk_products(call, input, linear_weight, linear_bias, step)
-    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None)
+    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest)
     rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)
     of_tokens = RowsOfTokens(*rows, class_weight=own_weight, num_classes=call.vocab_size, shared=shared)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
-    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:])
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
 
 
 def rows_of_chunk(
@@ -146,8 +147,16 @@ class SharedRows:
     ranks.
     """
 
-    def __init__(self, exchange: Exchange, hit: Tensor, vocab_start: int, argmax: Tensor | None) -> None:
-        self.exchange, self.hit, self.vocab_start, self.argmax = exchange, hit, vocab_start, argmax
+    def __init__(
+        self,
+        exchange: Exchange,
+        hit: Tensor,
+        vocab_start: int,
+        argmax: Tensor | None,  # out
+        lse_rest: Tensor | None,  # out: what the rounding of this rank's lse took from it
+    ) -> None:
+        self.exchange, self.hit, self.vocab_start = exchange, hit, vocab_start
+        self.argmax, self.lse_rest = argmax, lse_rest
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.argmax is None:
@@ -170,6 +179,8 @@ class SharedRows:
         """
         own = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)]
         own += [] if logit_sum is None else [logit_sum]
+        if self.lse_rest is not None:
+            self.lse_rest[rows] = lse_rest
         lse, lse_rest, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
         if self.argmax is not None:
             self.argmax[rows] = column

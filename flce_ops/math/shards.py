@@ -149,16 +149,24 @@ class Exchange:
         return self.tiles(pad(per_class, (0, room)), num_classes)
 
     def finish_statistics(
-        self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
+        self,
+        asked: Statistics,
+        own: TokenStatistics,
+        valid: Tensor,
+        results: Sequence[Tensor],
+        lse_rest: Tensor | None = None,  # (N,), what the rounding of own.lse took from it
     ) -> None:
         """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. This
         takes one more exchange between the ranks.
         """
         if own.lse is None:
             return
-        gathered = self.gather(torch.stack([numbers for numbers in own if numbers is not None])).unbind(1)
-        numbers = iter(gathered)
-        whole = statistics_of_shards(asked, changed(own, lambda _: next(numbers)))
+        sent = [numbers for numbers in (*own, lse_rest) if numbers is not None]
+        gathered = iter(self.gather(torch.stack(sent)).unbind(1))
+        per_shard = changed(own, lambda _: next(gathered))
+        lses = cast(Tensor, per_shard.lse)
+        lse, _, log_share = log_shares(lses, next(gathered, torch.zeros_like(lses)))
+        whole = statistics_of_shards(asked, per_shard, lse, log_share)
         for result, found in zip(results, whole[1:], strict=True):
             if found is not None:
                 result.copy_(torch.where(valid, found, 0.0))

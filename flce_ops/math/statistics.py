@@ -69,17 +69,20 @@ def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> Token
     return changed(found, torch.Tensor.detach)
 
 
-def statistics_of_shards(asked: Statistics, per_shard: TokenStatistics) -> TokenStatistics:  # (R, N) -> (N,)
-    """`per_shard` has every rank's lse, and entropy, log_sum_sq_probs and mean_logit as far as they are requested."""
-    lse, entropy, squares, mean_logit = per_shard[1:]
-    log_share = lse.log_softmax(0)
+def statistics_of_shards(
+    asked: Statistics,
+    per_shard: TokenStatistics,  # (R, N) each: entropy, log_sum_sq_probs and mean_logit, as far as they are requested
+    lse: Tensor,  # (N,), of the whole rows
+    log_share: Tensor,  # (R, N): lse_r - lse
+) -> TokenStatistics:  # (N,)
+    _, _, entropy, squares, mean_logit = per_shard
     share = log_share.exp()
     if asked.entropy:  # a rank without classes, or with a bias of -inf on all of them, has a share of 0
         entropy = torch.where(share == 0.0, 0.0, share * (entropy - log_share)).sum(0)
     if asked.log_sum_sq_probs:
         squares = torch.where(share == 0.0, -torch.inf, 2.0 * log_share + squares).logsumexp(0)
     return TokenStatistics(
-        lse=lse.logsumexp(0) if asked.lse else None,
+        lse=lse if asked.lse else None,
         entropy=entropy,
         log_sum_sq_probs=squares,
         mean_logit=mean_logit.sum(0) if asked.mean_logit else None,

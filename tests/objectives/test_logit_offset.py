@@ -139,5 +139,40 @@ def sharded_classes(device):
             assert error(full(found), exact) <= 4 * error(plain, exact) + 3e-7, (options, reduction)
 
 
+@pytest.mark.parametrize("world", worlds(1, 2, 4, gloo=(1, 2, 4)))
+def test_metrics_of_ranks_that_share_the_classes_keep_their_digits(world):
+    run_in_world(world, metrics_of_sharded_classes)
+
+
+def metrics_of_sharded_classes(device):
+    mesh = mesh_of(device, dist.get_world_size())
+    *operands, _ = problem(3000.0, {})
+    x, w, target, bias = (t.to(device) for t in operands)
+    exact = dense_metrics(x.double(), w.double(), target, bias.double())
+    plain = dense_metrics(x, w, target, bias)
+    placed = [distribute_tensor(x, mesh, [R]), *(distribute_tensor(t, mesh, [Shard(0)]) for t in (w, bias))]
+    for needs in (True, False):  # in one pass, and from the operator of per-token losses
+        hidden = placed[0].detach().requires_grad_(needs)
+        for reduction in ("mean", "none"):
+            _, found = flce_ops.linear_cross_entropy(
+                hidden, placed[1], target, placed[2], reduction=reduction, return_metrics=tuple(exact)
+            )
+            for name, right in exact.items():
+                allowed = 4 * error(plain[name], right) + 3e-7
+                assert error(full(found[name]), right) <= allowed, (name, needs, reduction)
+
+
+def dense_metrics(x, w, target, bias):
+    logits = F.linear(x, w, bias)
+    log_p = logits.log_softmax(-1)
+    found = {
+        "lse": logits.logsumexp(-1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+        "mean_logit": logits.mean(-1),
+    }
+    return {name: torch.where(target >= 0, values, 0.0) for name, values in found.items()}
+
+
 def to_device_of(value, device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
