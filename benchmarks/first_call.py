@@ -6,15 +6,16 @@
 
 Each of these is a separate process, for one provider and one function. The clock starts when torch is imported, the
 GPU's context exists and cuBLAS has run, so that no provider pays for these. The caches are Triton's, Inductor's and
-QuACK's; Python's bytecode is cached. Compilations are the Triton kernels that a cache gained. A row is written to the
-CSV as soon as it is measured. A process that takes too long, or for which the budget leaves no time, becomes a row with
-a reason.
+QuACK's. Python's bytecode of PACKAGES is cached beforehand, as an installer does it, in a folder of this run: the
+installed folder may be read-only. Compilations are the Triton kernels that a cache gained. A row is written to the CSV
+as soon as it is measured. A process that takes too long, or for which the budget leaves no time, becomes a row with a
+reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import compileall
+import importlib.util
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from .modes import MODES, Mode, Step, prepare, step_of
 from .report import REPOSITORY, Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
 
+PACKAGES = ("flce_ops", "triton", "torch", "liger_kernel", "cut_cross_entropy", "quack")
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR")
 MODE_OF = {"loss": "fwd_bwd", "log_probs": "log_probs"}  # log_probs includes the entropy
 SECONDS = {"steps": 60.0, "again": 30.0, "tokens": 90.0}  # time limit of each
@@ -57,6 +59,7 @@ class Row(Environment):
     seconds: float | None = None  # first steps include the import of the library; for random N the sum over a row
     slowest_s: float | None = None  # the slowest of these steps
     compilations: int | None = None
+    bytecode: str = "cached"  # Python's
     reason: str = ""  # why there is no number
 
 
@@ -79,9 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(asdict(row)), flush=True)
         return
 
-    deadline, here = time.monotonic() + options.budget_s, environment(torch.device(options.device), options.commit)
-    compileall.compile_dir(REPOSITORY / "flce_ops", quiet=1)
+    here = environment(torch.device(options.device), options.commit)
     report, rows = Report(options.out / here.slug / f"{options.name}.csv"), []
+    bytecode = tempfile.TemporaryDirectory()
+    cache_bytecode(bytecode.name)
+    deadline = time.monotonic() + options.budget_s
     for name in providers.choose(options.providers):
         for function in options.functions.split(","):
             with tempfile.TemporaryDirectory() as folder:
@@ -94,6 +99,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if row.reason and not row.version and story == options.stories.split(",")[0]:
                         break  # the library or the function is missing
     say("", *(table(rows, function) for function in options.functions.split(",")), sep="\n")
+
+
+def cache_bytecode(folder: str) -> None:
+    """Compiles PACKAGES to bytecode in `folder`, and makes the processes that follow use the folder."""
+    os.environ["PYTHONPYCACHEPREFIX"] = folder
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    found = [importlib.util.find_spec(package) for package in PACKAGES]
+    folders = [place for spec in found if spec is not None for place in spec.submodule_search_locations]
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", "-j", "0", *folders], cwd=REPOSITORY)
 
 
 def in_fresh_process(asked: Row, options: argparse.Namespace, folder: Path, left: float) -> Iterator[Row]:

@@ -173,11 +173,13 @@ class Arguments:
         return call
 
     def values(self) -> list[Any]:
-        values: list[Any] = [None] * len(self.arguments)
-        for name, index in self.alone.items():
-            values[index] = getattr(self, name)
-        for name, _, indices in self.groups:
-            values[indices] = getattr(self, name)
+        values: list[Any] = []
+        for name, group, _, _ in self.fields:
+            value = getattr(self, name)
+            if group is None:
+                values.append(value)
+            else:
+                values += value
         return values
 
     @classmethod

@@ -5,7 +5,7 @@ torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((
 
 import functools
 import importlib.util
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +31,9 @@ class Compiling:
     chip: Chip  # the GPU that meta tensors stand for
     launches: int = 0  # the number of launches so far
     kernels: dict[Any, str] = field(default_factory=dict)  # Triton's futures of the kernels, and the kernels' names
-    heads: set[Hashable] = field(default_factory=set)  # whose kernels are among them
+    tokens: Sequence[int] = ()  # the numbers of tokens that are traced
+    # whose kernels are among them, and the largest number of tokens that is worth tracing
+    heads: dict[Hashable, int] = field(default_factory=dict)
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)

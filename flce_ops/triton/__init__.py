@@ -11,6 +11,8 @@
 This package is imported only when a CUDA kernel of an operator runs.
 """
 
+from .launch import once  # noqa: F401, I001 - first, because its threads run beside the other imports
+
 import triton
 
 from ..support.versions import check_version

@@ -252,7 +252,7 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
 
     def trace(launch, call):
         traced.append(call.op)
-        compiling.get().heads.add(ahead.head_of(call))
+        compiling.get().heads[ahead.head_of(call)] = 1
 
     def compile_traced(trace_all):
         compiling.set(Compiling(H200))
@@ -274,6 +274,19 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
     with torch.no_grad():
         step(32)
     assert traced[2:] == ["linear_cross_entropy_forward"]
+
+
+def test_the_numbers_of_tokens_that_launch_most_kernels_are_traced_before_the_others():
+    from flce_ops.support.vendor import H200, Compiling, compiling
+    from flce_ops.triton.launch import ahead
+
+    def trace():
+        traced.append(compiling.get().tokens)
+
+    traced = []
+    copy_context().run(ahead.compile_launched, None, Compiling(H200), trace)
+    first, others = traced
+    assert first + others == ahead.TOKENS and max(first) > 16384 and min(first) == 1 and len(first) < 4
 
 
 def test_nothing_is_compiled_ahead_while_a_graph_is_captured(gpu):

@@ -61,7 +61,7 @@ def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_pa
 
     monkeypatch.setattr(first_call, "in_fresh_process", in_this_process)
     monkeypatch.setattr(first_call, "SEQUENCE", (7, 1))
-    monkeypatch.setattr(first_call.compileall, "compile_dir", lambda *_, **__: None)
+    monkeypatch.setattr(first_call, "cache_bytecode", lambda folder: None)
     shapes = "8x16x31,5x16x33,9x16x31"
     first_call.main(
         ["--providers", "ours,liger", "--shapes", shapes, "--random", "3", "--device", "cpu", "--out", str(tmp_path)]

@@ -15,7 +15,6 @@ replay.py calls it for a new kind of call; flce_ops/warmup does the same without
 import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,13 +34,15 @@ from ...support.torch_private import UncompiledDispatchMode
 from ...support.vendor import Chip, Compiling, compiling
 from ...support.workspace import get_retained, get_workspace, rows_to_retain
 from ..gemm.device import chip_of
+from .once import wait_for_triton
 
 logger = logging.getLogger("flce_ops")
 
 # These N give one chunk and several, few tokens and many. Nothing else that depends on N is a constant of a kernel.
 # tests/kernels/test_compilations.py compares them with random N.
-TOKENS = (16384, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first two launch most of the kernels
-ENOUGH_LAUNCHES = 500  # a call with this many launches has had chunks of every kind
+TOKENS = (65536, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))
+FIRST = 2  # these launch most of the kernels, so they are traced first, in forward and in backward
+ENOUGH_LAUNCHES = 300  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
     *("linear_weight", "linear_bias", "weight", "class_scale", "low_rank_weight", "main_grad"),
@@ -56,26 +57,6 @@ COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, a
 DONE = "flce_ops_compiled_ahead"  # name of a file in Triton's cache
 THREADS = 2 * len(os.sched_getaffinity(0))  # half of them wait: for the GIL, or for ptxas and gcc
 _heads: set[Hashable] = set()  # (device, head) whose kernels are compiled; head_of() makes the keys
-
-
-def hash_triton() -> None:
-    with suppress(Exception):
-        from triton.runtime.cache import triton_key  # here: the planner has a stand-in for triton
-
-        triton_key()
-
-
-def make_driver() -> None:
-    with suppress(Exception):  # the first launch raises it
-        triton.runtime.driver.active.get_current_target()
-
-
-# What Triton does once in a process, beside the imports that follow: it hashes its own files (0.36 s), and if its cache
-# is empty, it compiles its driver in C (0.4 s).
-_once = [threading.Thread(target=work, daemon=True) for work in (hash_triton, make_driver)]
-if torch.cuda.is_initialized():
-    for _thread in _once:
-        _thread.start()
 
 
 def compile_first() -> None:
@@ -94,9 +75,6 @@ def compile_first() -> None:
         return
     _heads.add((device, head))
     heads = {head}
-    for thread in _once:
-        if thread.ident is not None:  # it was started
-            thread.join()
 
     def mark_of(head: Hashable) -> Any:
         versions = code_key(), triton.__version__, torch.__version__, chip_of(device)
@@ -112,7 +90,9 @@ def compile_first() -> None:
         heads.update(compiling.get().heads)
 
     try:
-        if mark_of(head).get_file(DONE) is not None:
+        compiled_before = mark_of(head).get_file(DONE) is not None
+        wait_for_triton()  # until here Triton's threads ran beside this one
+        if compiled_before:
             return
         _, failed = compile_side_by_side(chip_of(device), call.op, trace_all, device)
         _heads.update((device, head) for head in heads)
@@ -151,7 +131,8 @@ def compile_side_by_side(
 def compile_launched(tasks: "Tasks", ahead: Compiling, trace: Callable[[], None]) -> None:
     compiling.set(ahead)
     with triton.AsyncCompileMode(tasks, ignore_errors=True):
-        trace()
+        for ahead.tokens in (TOKENS[:FIRST], TOKENS[FIRST:]):
+            trace()
 
 
 class Tasks(NamedTuple):
@@ -173,16 +154,16 @@ class Tasks(NamedTuple):
 
 
 def trace(launch: Callable, call: Arguments) -> None:
-    ahead, most = compiling.get(), max(TOKENS)
-    ahead.heads.add(head_of(call))
-    for tokens in TOKENS:
-        if tokens > most:
+    ahead, head = compiling.get(), head_of(call)
+    ahead.heads.setdefault(head, max(TOKENS))
+    for tokens in ahead.tokens:
+        if tokens > ahead.heads[head]:
             continue
         before = ahead.launches
         with WithoutData():
             launch(on_meta(call, tokens))
         if ahead.launches - before > ENOUGH_LAUNCHES:
-            most = tokens
+            ahead.heads[head] = tokens
 
 
 class WithoutData(UncompiledDispatchMode):

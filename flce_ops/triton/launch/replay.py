@@ -59,6 +59,7 @@ VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
     *("B", "G", "K", "L", "P", "W", "depth_of_splits", "first_tile", "steps"),
 }
+INTERPRETED = triton.knobs.runtime.interpret  # Triton reads it when a kernel is defined
 LARGE = 1 << 20  # from this size on, the caching allocator's blocks have about the requested size
 
 
@@ -188,7 +189,8 @@ def share_memory(temporaries: Sequence[Temporary]) -> list[int]:
         small.append(temporary)
     for temporary in small:
         temporary.block = len(blocks)
-    return [block[0].nbytes for block in blocks] + [max((t.offset + t.nbytes for t in small), default=0)]
+    sizes = [block[0].nbytes for block in blocks]
+    return [*sizes, max(t.offset + t.nbytes for t in small)] if small else sizes
 
 
 class Replay:
@@ -288,8 +290,9 @@ def watched() -> bool:
     bypass it.
     """
     runtime = triton.knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of calls; otherwise None, or one function
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # chains of calls; otherwise None, or one function
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def current_stream(device: int) -> int:
@@ -297,7 +300,7 @@ def current_stream(device: int) -> int:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and not triton.knobs.runtime.interpret
+    return tensor.is_cuda and not INTERPRETED
 
 
 def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashable]) -> None:
