@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import meta
-from ..math.options import LogitOptions
 from ..math.precision import accumulation_dtype, two_sum
 from ..math.support import Support
 from ..meta.all_classes import gradients_of_all_classes, with_all_classes
@@ -44,28 +44,32 @@ MATRICES = 3  # gathered rows of both operands and their product
 
 
 class Entries(NamedTuple):
-    """(E,) each. The buffer may be longer than the lists of all tokens; a CPU cuts it there, elsewhere the rest belongs
+    """(E,) each, one list after another. There are fewer than places; a CPU leaves the rest out, elsewhere it belongs
     to no token.
     """
 
-    row: Tensor  # the token; 0 if the entry belongs to no token
+    place: Tensor  # in the support's classes; 0 if the entry belongs to no token, as are the next two
+    row: Tensor  # the token
     column: Tensor  # the class
     counts: Tensor  # bool
     at_target: Tensor  # bool
 
 
 def entries_of(call: SupportForward | SupportBackward) -> Entries:
-    classes, offsets, _ = call.support
-    target = call.operands.target.long() - call.vocab_start
-    place = torch.arange(number_of_entries(call.support), device=offsets.device)
-    row = torch.searchsorted(offsets, place, right=True) - 1
+    classes, begins, *_ = call.support
+    offsets, target = offsets_of(call.support), call.operands.target.long() - call.vocab_start
+    count = int(offsets[-1]) if offsets.device.type == "cpu" else classes.shape[0]
+    entry = torch.arange(count, device=offsets.device)
+    row = torch.searchsorted(offsets, entry, right=True) - 1
     counts = row < target.shape[0]
-    row, column = torch.where(counts, row, 0), torch.where(counts, classes[: place.shape[0]], 0)
-    return Entries(row, column, counts, counts & (column == target[row]))
+    row = torch.where(counts, row, 0)
+    place = torch.where(counts, begins[row] + entry - offsets[row], 0)
+    column = torch.where(counts, classes[place].long(), 0)
+    return Entries(place, row, column, counts, counts & (column == target[row]))
 
 
-def number_of_entries(support: Support) -> int:
-    return int(support.offsets[-1]) if support.offsets.device.type == "cpu" else support.classes.shape[0]
+def offsets_of(support: Support) -> Tensor:  # (N + 1,), the lists among the entries
+    return pad((support.ends - support.begins).cumsum(0), (1, 0))
 
 
 def entries_at_once(input: Tensor) -> int:
@@ -88,7 +92,8 @@ def forward(call: SupportForward) -> meta.Outputs:
     entries, products = entries_of(call), results[-1].fill_(0.0)
     chunks = parts(call, entries.row.shape[0])
     for part in chunks:
-        products[part] = torch.where(entries.counts[part], product_of(call, entries, part), 0.0)
+        product = torch.where(entries.counts[part], product_of(call, entries, part), 0.0)
+        add_at(products, entries.place[part], product)
     rows_of_entries(call, entries, products, results)
     with_all_classes(call, results)
     record_run(call, call.operands.input.shape[0], len(chunks), NOTE)
@@ -105,8 +110,8 @@ def product_of(call: SupportForward, entries: Entries, part: slice) -> Tensor:  
 
 def rows_of_entries(call: SupportForward, entries: Entries, products: Tensor, results: Sequence[Tensor]) -> None:
     target_logit, lse, expected, max_logit, argmax, squares, mean_logit, lse_rest, _ = results
-    target, (_, offsets, sizes) = call.operands.target, call.support
-    logits = activated(products[: entries.row.shape[0]], call.logits.of(entries.row))
+    target, sizes, offsets = call.operands.target, call.support.sizes, offsets_of(call.support)
+    logits = activate(products[entries.place].unsqueeze(1), call.logits.of(entries.row)).squeeze(1)
 
     def over_rows(values: Tensor, reduce: str, initial: float) -> Tensor:  # (E,) -> (N,)
         return torch.segment_reduce(values, reduce, offsets=offsets, initial=initial, unsafe=True)
@@ -139,10 +144,6 @@ def rows_of_entries(call: SupportForward, entries: Entries, products: Tensor, re
         fill(squares, counts, over_rows(exponentials.square(), "sum", 0.0).log() - 2.0 * log_sum)
     if call.mean_logit:
         fill(mean_logit, counts, over_rows(logits, "sum", 0.0) / sizes)
-
-
-def activated(products: Tensor, options: LogitOptions) -> Tensor:  # (E,)
-    return activate(products.clone().unsqueeze(1), options).squeeze(1)
 
 
 def fill(result: Tensor, counts: Tensor, values: Tensor, otherwise: float = 0.0) -> None:
@@ -180,7 +181,7 @@ def gradient_of_entries(call: SupportBackward, entries: Entries) -> Tensor:  # g
     valid = call.support.sizes > 0
     cotangents = call.cotangents.masked(valid, valid, call.lse.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
-    products = call.products[: row.shape[0]].clone().unsqueeze(1)
+    products = call.products[entries.place].unsqueeze(1)
     logits, slope = activate_with_slope(products, call.logits.of(row))
     of_entries = type(factors)(*(None if number is None else number[row] for number in factors))
     grad = softmax_gradient(logits, of_entries)

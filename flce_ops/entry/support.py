@@ -9,11 +9,10 @@ The support of a token without ids is all classes. A class that is named twice c
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..distributed.one_rank import OneRank
-from ..math.support import TokenIds
+from ..math.support import PaddedIds, RaggedIds, TokenIds
 from ..meta.checks import TARGET_DTYPES, check_dense, check_device
 from ..support.dtensor import any_dtensor
 from ..support.torch_private import check_value
@@ -38,11 +37,9 @@ def support_of_call(op: str, layout: OneRank, call: LogProbs | RowLoss, target: 
     if support is None:
         return None
     check_support(op, call)
+    given: TokenIds
     if offsets is None:
-        ids = layout.per_token(support)
-        tokens, width = ids.shape
-        begins = torch.arange(tokens, device=ids.device) * width
-        given = TokenIds(ids.reshape(tokens * width).long(), begins, begins + width)
+        given = PaddedIds(layout.per_token(support))
     else:
         offsets = offsets.long()
         rises = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] <= support.shape[0])
@@ -50,12 +47,11 @@ def support_of_call(op: str, layout: OneRank, call: LogProbs | RowLoss, target: 
             rises, f"{op}: expected offsets of support to rise from 0 to at most the number of ids, {support.shape[0]}"
         )
         begins, ends = (layout.per_token(of.reshape(layout.shape)) for of in (offsets[:-1], offsets[1:]))
-        given = TokenIds(support.long(), begins, ends)
+        given = RaggedIds(support.long(), begins, ends)
     num_classes = layout.num_classes
-    _, read = given.owners(target != call.ignore_index)
     inside = (given.ids >= -1) & (given.ids < num_classes)
     check_value(
-        (inside | ~read).all(),
+        (inside | ~given.read(target != call.ignore_index)).all(),
         f"{op}: expected support of class indices in [0, {num_classes}), or -1 for none, got another",
     )
     if target.device.type == "cpu":

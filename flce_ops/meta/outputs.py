@@ -218,16 +218,17 @@ def check_added(op: str, call: Any) -> None:
 
 
 def check_support(op: str, call: Any) -> None:
-    input, (classes, offsets, sizes) = call.operands.input, call.support
-    tokens = input.shape[0]
-    if classes.dim() != 1 or offsets.shape != (tokens + 1,) or sizes.shape != (tokens,):
+    input, (classes, *of_tokens) = call.operands.input, call.support
+    shape = input.shape[:1]
+    if classes.dim() != 1 or any(numbers.shape != shape for numbers in of_tokens):
+        got = ", ".join(str(tuple(numbers.shape)) for numbers in call.support)
         raise ValueError(
-            f"{op}: expected classes of shape (E,), offsets of shape ({tokens + 1},) and sizes of shape ({tokens},), "
-            f"got {tuple(classes.shape)}, {tuple(offsets.shape)} and {tuple(sizes.shape)}"
+            f"{op}: expected classes of shape (E,), and begins, ends and sizes of shape {tuple(shape)}, got {got}"
         )
     for name, tensor in call.support._asdict().items():
-        if tensor.dtype != torch.int64:
-            raise TypeError(f"{op}: expected {name} in torch.int64, got {tensor.dtype}")
+        dtype = torch.int32 if name == "classes" else torch.int64
+        if tensor.dtype != dtype:
+            raise TypeError(f"{op}: expected {name} in {dtype}, got {tensor.dtype}")
     check_device(op, input, **call.support._asdict())
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..math.options import TokenLosses
-from ..math.support import SortedIds, TokenIds
+from ..math.support import TokenIds
 from ..meta.arguments import RowOperands, SupportForward
 
 
@@ -18,7 +18,7 @@ def forward_of_support(problem: TokenLosses, ids: TokenIds, num_classes: int, **
     operands, start = own.pop("operands", problem.operands), own.get("vocab_start", 0)
     assert operands.weight is None and not own["logit_sum"]
     shard = slice(start, start + operands.linear_weight.shape[0])
-    support = SortedIds(ids, operands.target != problem.ignore_index, num_classes).support(shard)
+    support = ids.support(operands.target != problem.ignore_index, num_classes, shard)
     call = SupportForward.like(problem, operands=RowOperands(*operands[:4]), **own, support=support)
     target_logit, lse, *others = call.dispatched()
     return target_logit, lse, lse.new_empty(0), *others

@@ -10,7 +10,7 @@ from reference_loss import error
 from reference_support import draw
 
 from flce_ops.aten import support as in_aten
-from flce_ops.math.support import SortedIds, TokenIds
+from flce_ops.math.support import PaddedIds
 from flce_ops.triton.sparse import support as in_triton
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -22,10 +22,11 @@ SHAPES = [((11, 37, 31), 5), ((3, 1100, 90), 70), ((60, 8, 3), 3)]  # several bl
 
 def prepared(shape, width, dtype, bias, shard=None):
     inputs, ids = draw(shape, width, dtype=dtype, bias=bias, requires_grad=False)
-    begins = torch.arange(shape[0]) * ids.shape[1]
-    given = TokenIds(ids.flatten(), begins, begins + ids.shape[1])
-    shard = shard or slice(0, shape[2])
-    return inputs, SortedIds(given, inputs.target != -100, shape[2]).support(shard)
+    return inputs, PaddedIds(ids).support(inputs.target != -100, shape[2], shard or slice(0, shape[2]))
+
+
+def places_of(support):
+    return torch.cat([torch.arange(begin, end) for begin, end in zip(support.begins, support.ends)])
 
 
 def double(*tensors):
@@ -41,14 +42,14 @@ def test_rows_and_gradients_are_those_of_aten_in_float64(
 ):
     monkeypatch.setattr(in_triton, "SPLIT", 16)
     inputs, support = prepared(shape, width, dtype, bias)
-    entries = int(support.offsets[-1])
+    entries = places_of(support)
     options = scalars(options)
     single = {name: value.float() for name, value in options.items()}
     found = in_triton.launch_forward(*inputs.args, *support, **ASKED, **single)
     truth = in_aten.forward(*double(*inputs.args), *support, **ASKED, **options)
     for number, (ours, exact) in enumerate(zip(found, truth, strict=True)):
         if number == 8:
-            ours, exact = ours[:entries], exact[:entries]
+            ours, exact = ours[entries], exact[entries]
         if number == 4:
             assert torch.equal(ours, exact)
         elif number != 7:  # what the rounding of lse took
@@ -69,20 +70,32 @@ def test_rows_and_gradients_are_those_of_aten_in_float64(
             assert error(mine, right) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 64, 1 << 20])
-def test_lists_of_classes_are_sorted_by_class_and_token(at_once, monkeypatch):
-    """Whatever the ranges are that are sorted at a time; behind the lists stand entries of no token."""
-    monkeypatch.setattr(in_triton, "SORTED", at_once)
-    inputs, support = prepared((29, 4, 13), 9, torch.float32, False)
-    support = support._replace(classes=torch.cat([support.classes, support.classes.new_full((5,), -1)]))
-    grad = torch.randn(support.classes.shape)
-    entries, starts = in_triton.by_class(support, grad, 29, 13)
-    count = int(support.offsets[-1])
-    token = torch.repeat_interleave(torch.arange(29), support.offsets.diff())
-    column, order = support.classes[:count].sort(stable=True)
-    assert torch.equal(entries[:count] & 0xFFFFFFFF, token[order])
-    assert torch.equal((entries[:count] >> 32).int(), grad[:count][order].view(torch.int32))
-    assert torch.equal(starts, torch.searchsorted(column, torch.arange(14)))
+@interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("blocks", [1, 2, 7, 29])
+def test_lists_of_classes_are_sorted_by_class_and_token(blocks, poisoned_memory, monkeypatch):
+    """Whatever the number of blocks of tokens is."""
+    monkeypatch.setattr(in_triton, "TABLE_BYTES", 4 * 13 * (blocks + 1))
+    inputs, support = prepared((29, 4, 13), 9, torch.float16, True)
+    lists = []
+
+    def listed(entries, lengths, *others):
+        lists.append((entries[: int(lengths.sum())].clone(), lengths))
+
+    monkeypatch.setattr(in_triton, "launch_sums", listed)
+    found = in_triton.launch_forward(*inputs.args, *support)
+    cotangent = torch.randn(29)
+    in_triton.launch_backward(
+        cotangent, cotangent, None, *inputs.args, *support, found[8], found[1], output_mask=[True, True, False]
+    )
+    (of_tokens, tokens), (of_classes, classes) = lists
+    place, token = places_of(support), torch.repeat_interleave(torch.arange(29), support.ends - support.begins)
+    assert torch.equal(tokens, support.ends - support.begins)
+    assert torch.equal(of_tokens & 0xFFFFFFFF, support.classes[place].long())
+    column, order = support.classes[place].sort(stable=True)
+    assert torch.equal(of_classes & 0xFFFFFFFF, token[order])
+    assert torch.equal(of_classes >> 32, (of_tokens >> 32)[order])
+    assert torch.equal(classes.long(), column.long().bincount(minlength=13))
 
 
 @interpreter

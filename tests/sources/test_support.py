@@ -321,12 +321,10 @@ def test_opcheck(device, dtype):
 
 
 def prepared(inputs, ids):
-    from flce_ops.math.support import SortedIds, TokenIds
+    from flce_ops.math.support import PaddedIds
 
-    begins = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
-    given = TokenIds(ids.flatten(), begins, begins + ids.shape[1])
     classes = inputs.linear_weight.shape[0]
-    return inputs.args, SortedIds(given, inputs.target != -100, classes).support(slice(0, classes))
+    return inputs.args, PaddedIds(ids).support(inputs.target != -100, classes, slice(0, classes))
 
 
 def test_torch_func():

@@ -7,7 +7,12 @@
                               linear_weight                                       input
     forward    u = input_i . row, one program per token; then the numbers of its row, in nats
     backward   g of each entry, from u; grad_input_i = sum g row, over the token's list
-                                        grad_linear_weight_j = sum g row, over the class's list, made by a sort
+                                        grad_linear_weight_j = sum g row, over the class's list
+
+The lists of the classes are in the order of the tokens, without a sort. A table counts the entries of each class in
+each block of tokens. Its running totals say where the block's entries belong, and a program per block hands out the
+places, one token after another. The lists take a place for each id of padded ids, since only the device knows how many
+are padding; no kernel reads or writes the rest.
 
 gather_sums.py adds up the lists, as for a sparse gradient. The sums have the same bits in every run. A token's list is
 never split, so that the bits of the token's grad_input do not depend on other tokens.
@@ -15,10 +20,13 @@ never split, so that the bits of the token's grad_input do not depend on other t
 If a token's support is one class, lse and the target's logit are the same number, so the log-probability is exactly 0.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ... import meta
 from ...math.support import Support
@@ -42,7 +50,8 @@ NUMBERS = 64  # entries that a program reads at a time when u is known
 UNSPLIT = 1 << 30  # more entries than any list has, so no list is split
 SPLIT = 256  # a class's list with more entries is cut, as in sparse_step.py
 SPLITS = 256  # the most splits of all classes together; their float32 sums take 4 MiB at D = 4096
-SORTED = 1 << 20  # entries that are sorted at a time: 48 MiB
+TABLE_BYTES = 20 << 20  # of the table of counts: at V = 128256 a program walks 205 of 8192 tokens
+LISTED = 256  # entries that such a program reads at a time
 TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program of the gather kernel
 
 
@@ -59,7 +68,7 @@ def support_products_kernel(
 ):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    begin, end = tl.load(support.begins + token), tl.load(support.ends + token)
     for first in range(begin, end, ENTRIES):
         place = first + tl.arange(0, ENTRIES)
         here = place < end
@@ -101,7 +110,7 @@ def support_rows_kernel(
     """
     target_logit_out, lse_out, expected_out, max_logit_out, argmax_out, squares_out, mean_out, lse_rest_out = results
     token = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+    begin, end = tl.load(support.begins + token), tl.load(support.ends + token)
     numbers = loaded(logit_numbers, token, token >= 0)
     size = tl.load(support.sizes + token)
     target = tl.load(operands.target + token).to(tl.int64) - vocab_start
@@ -203,63 +212,116 @@ def vectors(call: SupportForward | SupportBackward) -> dict[str, Tensor | None]:
     return {"target": target, "linear_bias": linear_bias}
 
 
+class Cotangents(NamedTuple):
+    """(N,) each, or None."""
+
+    lse: Tensor
+    lse_rest: Tensor | None
+    expected_log_prob: Tensor | None
+    grad_lse: Tensor | None
+    grad_expected_log_prob: Tensor | None
+    grad_target_logit: Tensor | None
+
+
+class Problem(NamedTuple):
+    """What the gradients of entries are made of."""
+
+    target: Tensor  # (N,)
+    products: Tensor  # (E,)
+    support: Support
+    rows: Cotangents
+    logits: Any  # LogitNumbers
+
+
+@triton.jit
+def gradients_of_entries(problem, token, place, here, vocab_start):
+    """Returns the classes at some places of the token's list, and each entry's float32 gradient (upper 32 bits) above
+    32 bits of 0.
+    """
+    support, rows = problem.support, problem.rows
+    numbers = loaded(problem.logits, token, token >= 0)
+    target = tl.load(problem.target + token).to(tl.int64) - vocab_start
+    lse = tl.load(rows.lse + token)
+    share = tl.full((), 1.0, tl.float32)
+    rest = tl.full((), 0.0, tl.float32)
+    if rows.lse_rest is not None:
+        rest = tl.load(rows.lse_rest + token)
+        share = tl.exp(-rest)
+    factor, of_log_p = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    if rows.grad_lse is not None:
+        factor = tl.load(rows.grad_lse + token).to(tl.float32)
+    if rows.grad_expected_log_prob is not None:
+        of_log_p = tl.load(rows.grad_expected_log_prob + token).to(tl.float32)
+        factor -= of_log_p * (tl.load(rows.expected_log_prob + token) + rest)
+    of_target = tl.full((), 0.0, tl.float32)
+    if rows.grad_target_logit is not None:
+        of_target = tl.load(rows.grad_target_logit + token).to(tl.float32)
+    column = tl.load(support.classes + place, mask=here, other=-1)
+    z, slope = logits_in_nats(tl.load(problem.products + place, mask=here, other=0.0), problem.logits, numbers)
+    p = tl.exp(z - lse) * share
+    grad = p * factor
+    if rows.grad_expected_log_prob is not None:
+        grad += tl.where(p > 0.0, p * (z - lse), 0.0) * of_log_p
+    grad += tl.where(column == target, of_target, 0.0)
+    grad *= slope
+    return column, grad.to(tl.int32, bitcast=True).to(tl.int64) << 32
+
+
 @Kernel
 def support_gradient_kernel(
-    target_ptr,  # (N,)
-    support,  # Support
-    products_ptr,  # (E,)
-    rows,  # five of (N,): lse, its rounding error, expected log p; cotangents of lse and expected log p; or None
-    grad_target_ptr,  # (N,), or None
-    logit_numbers,  # LogitNumbers
-    grad_ptr,  # (E,) out
-    entries_ptr,  # (E,) int64, out: the entry's gradient (upper 32 bits) and its class (lower 32 bits)
+    problem,  # Problem
+    starts_ptr,  # (N,), where the token's list begins in `entries`
+    entries_ptr,  # (E,) int64, out: the entry's gradient and its class, for gather_sums.py; or None
+    table_ptr,  # (1 + blocks of tokens, V) int32; adds the entries of each class to its block's row; or None
+    V,
+    block_tokens,  # tokens of a block
     vocab_start,
     BLOCK: tl.constexpr,
 ):
     """One program per token."""
-    lse_ptr, lse_rest_ptr, expected_ptr, grad_lse_ptr, grad_expected_ptr = rows
     token = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
-    numbers = loaded(logit_numbers, token, token >= 0)
-    target = tl.load(target_ptr + token).to(tl.int64) - vocab_start
-    lse = tl.load(lse_ptr + token)
-    share = tl.full((), 1.0, tl.float32)
-    rest = tl.full((), 0.0, tl.float32)
-    if lse_rest_ptr is not None:
-        rest = tl.load(lse_rest_ptr + token)
-        share = tl.exp(-rest)
-    factor, of_log_p = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    if grad_lse_ptr is not None:
-        factor = tl.load(grad_lse_ptr + token).to(tl.float32)
-    if grad_expected_ptr is not None:
-        of_log_p = tl.load(grad_expected_ptr + token).to(tl.float32)
-        factor -= of_log_p * (tl.load(expected_ptr + token) + rest)
-    of_target = tl.full((), 0.0, tl.float32)
-    if grad_target_ptr is not None:
-        of_target = tl.load(grad_target_ptr + token).to(tl.float32)
+    begin, end = tl.load(problem.support.begins + token), tl.load(problem.support.ends + token)
+    start = tl.load(starts_ptr + token)
     for first in range(begin, end, BLOCK):
         place = first + tl.arange(0, BLOCK)
         here = place < end
-        column = tl.load(support.classes + place, mask=here, other=-1)
-        z, slope = logits_in_nats(tl.load(products_ptr + place, mask=here, other=0.0), logit_numbers, numbers)
-        p = tl.exp(z - lse) * share
-        grad = p * factor
-        if grad_expected_ptr is not None:
-            grad += tl.where(p > 0.0, p * (z - lse), 0.0) * of_log_p
-        grad += tl.where(column == target, of_target, 0.0)
-        grad *= slope
-        tl.store(grad_ptr + place, grad, mask=here)
-        bits = grad.to(tl.int32, bitcast=True).to(tl.int64) << 32
-        tl.store(entries_ptr + place, bits | column, mask=here)
+        column, grad = gradients_of_entries(problem, token, place, here, vocab_start)
+        if entries_ptr is not None:
+            tl.store(entries_ptr + start + (place - begin), grad | column, mask=here)
+        if table_ptr is not None:
+            tl.atomic_add(table_ptr + (1 + token // block_tokens) * V + column, 1, mask=here, sem="relaxed")
+
+
+@Kernel
+def class_lists_kernel(
+    problem,  # Problem
+    table_ptr,  # (1 + blocks of tokens, V) int32, where the block's next entry of a class belongs
+    entries_ptr,  # (E,) int64, out: the entry's gradient and its token, one class after another
+    N,
+    V,
+    block_tokens,
+    vocab_start,
+    BLOCK: tl.constexpr,
+):
+    """One program per block of tokens. A token has each class once, so the order of its own entries does not matter."""
+    block = tl.program_id(0).to(tl.int64)
+    for token in range(block * block_tokens, tl.minimum((block + 1) * block_tokens, N)):
+        begin, end = tl.load(problem.support.begins + token), tl.load(problem.support.ends + token)
+        for first in range(begin, end, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            here = place < end
+            column, grad = gradients_of_entries(problem, token, place, here, vocab_start)
+            to = tl.atomic_add(table_ptr + block * V + column, 1, mask=here, sem="relaxed")
+            tl.store(entries_ptr + to, grad | token, mask=here)
+        tl.debug_barrier()  # the next token's places are behind this one's
 
 
 @takes(SupportBackward)
 def launch_backward(call: SupportBackward) -> meta.Gradients:
     results, add = gradients_of_all_classes(call)
     call.operands, call.logits = call.operands._replace(**vectors(call)), call.logits.contiguous()
-    input, linear_weight, *_ = call.operands
-    grad = call.products.new_empty(call.products.shape)
-    entries = torch.empty_like(call.support.classes)
+    input, linear_weight, target, _ = call.operands
+    tokens, num_classes = input.shape[0], linear_weight.shape[0]
     rows = contiguous(
         call.lse,
         call.lse_rest,
@@ -268,70 +330,39 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
         call.grad_expected_log_prob,
         call.cotangents.grad_target_logit,
     )
+    problem = Problem(target, call.products, call.support, Cotangents(*rows), numbers_in_kernel(call.logits))
+    lengths, places = call.support.ends - call.support.begins, call.support.classes.shape
+    want_input, want_weight, want_bias = call.output_mask
+    blocks = max(min(TABLE_BYTES // (4 * num_classes) - 1, tokens), 1)
+    block_tokens = triton.cdiv(tokens, blocks)
     with torch.cuda.device_of(input):
-        support_gradient_kernel[(input.shape[0],)](
-            call.operands.target,
-            call.support,
-            call.products,
-            rows[:5],
-            rows[5],
-            numbers_in_kernel(call.logits),
-            grad,
-            entries,
-            call.vocab_start,
-            BLOCK=NUMBERS,
-            num_warps=1,
-        )
-        want_input, want_weight, want_bias = call.output_mask
-        if want_input:
-            lengths = call.support.offsets.diff()
-            launch_sums(entries, lengths, linear_weight, results[0], add, UNSPLIT, TOKEN_COLUMNS)
+        entries = input.new_empty(places, dtype=torch.int64) if want_input else None
+        table = None
         if want_weight or want_bias:
-            del entries
-            of_classes, starts = by_class(call.support, grad, input.shape[0], linear_weight.shape[0])
+            table = input.new_zeros((1 + blocks, num_classes), dtype=torch.int32)
+        sizes = num_classes, block_tokens, call.vocab_start
+        support_gradient_kernel[(tokens,)](
+            problem, lengths.cumsum(0) - lengths, entries, table, *sizes, BLOCK=NUMBERS, num_warps=1
+        )
+        if want_input:
+            launch_sums(entries, lengths, linear_weight, results[0], add, UNSPLIT, TOKEN_COLUMNS)
+        del entries
+        if table is not None:
+            lengths = table.sum(0, dtype=torch.int32)
+            table[0] = lengths.cumsum(0) - lengths
+            table.cumsum_(0)
+            of_classes = input.new_empty(places, dtype=torch.int64)
+            class_lists_kernel[(blocks,)](problem, table, of_classes, tokens, *sizes, BLOCK=LISTED, num_warps=4)
+            del table
             if want_weight:
-                launch_sums(of_classes, starts.diff(), input, results[1], add, SPLIT, CLASS_COLUMNS)
+                launch_sums(of_classes, lengths, input, results[1], add, SPLIT, CLASS_COLUMNS)
             if want_bias:
-                grad = (of_classes >> 32).int().view(torch.float32)
+                grad = of_classes.view(torch.float32).view(-1, 2)[:, 1]
+                starts = pad(lengths.long().cumsum(0), (1, 0))
                 total = torch.segment_reduce(grad, "sum", offsets=starts, initial=0.0, unsafe=True)
                 results[2].copy_(total + results[2] if add else total)
-    record_run(call, input.shape[0], 1, NOTE)
+    record_run(call, tokens, 1, NOTE)
     return results
-
-
-def by_class(support: Support, grad: Tensor, tokens: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Lists of the classes: (E,) int64, entries by class, and by token within a class; (V + 1,) where classes begin.
-
-    Behind the last list stand entries of no token, of which padded ids leave many. A sort takes six times its numbers
-    in memory, so one range of entries is sorted at a time. Counts of the ranges before it say where its own belong.
-    """
-    places, device = support.classes.shape[0], grad.device
-    ranges = [slice(start, min(start + SORTED, places)) for start in range(0, places, SORTED)]
-
-    def classes_and_tokens(part: slice) -> tuple[Tensor, Tensor]:
-        place = torch.arange(part.start, part.stop, device=device)
-        token = torch.searchsorted(support.offsets, place, right=True) - 1
-        return torch.where(token < tokens, support.classes[part], num_classes), token
-
-    counts = torch.zeros(num_classes + 1, dtype=torch.int64, device=device)
-    for part in ranges:
-        column, token = classes_and_tokens(part)
-        here = token < tokens
-        # the others add 0, each to another count: millions of additions to one count would wait for each other
-        spread = torch.arange(column.shape[0], device=device) % num_classes
-        counts.scatter_add_(0, torch.where(here, column, spread), here.long())
-    behind = counts.cumsum(0)
-    starts, free = behind - counts, behind - counts  # free: where a class's next entry belongs
-    entries, classes = torch.empty_like(support.classes), torch.arange(num_classes + 2, device=device)
-    for part in ranges:
-        column, token = classes_and_tokens(part)
-        entry = grad[part].view(torch.int32).long() << 32 | token
-        column, order = column.sort(stable=True)
-        first = torch.searchsorted(column, classes)
-        place = free[column] + torch.arange(column.shape[0], device=device) - first[column]
-        entries.scatter_(0, place, entry[order])
-        free += first.diff()
-    return entries, starts
 
 
 def launch_sums(
