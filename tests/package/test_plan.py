@@ -139,6 +139,18 @@ def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape, 
     assert flce_ops.last_path().rows_per_chunk == planned.rows
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 0), (torch.bfloat16, 6)], ids=str)
+def test_traffic_of_the_aten_path_by_dtype(dtype, rounding):
+    """16-bit logits are rounded from float32. Each chunk reads and writes a float32 sum of grad_linear_weight."""
+    head = Head(5000, 512, 32003, dtype)
+    cost = step_cost.one_pass_aten(head)
+    chunks = -(-head.tokens // cost.rows)
+    assert chunks > 1
+    assert cost.addition_bytes == 8 * chunks * head.vocab * head.hidden
+    assert cost.bytes_per_logit == 36 + rounding
+    assert step_cost.two_passes_aten(head).bytes_per_logit == 56 + rounding
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_peak_of_the_dense_pair_is_what_a_cpu_step_of_it_takes(dtype):
     shape = (512, 8, 4003)
