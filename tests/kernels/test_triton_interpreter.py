@@ -223,6 +223,17 @@ def test_rows_far_above_their_reference_are_rescued(case):
         assert error(ours[keep], exact[keep]) <= max(1.5 * error(theirs[keep], exact[keep]) + 1e-6, rounding)
 
 
+@pytest.mark.parametrize("softcap", [50.0, 1e4, 1e8])
+def test_a_large_softcap_leaves_the_digits_of_the_logits(softcap):
+    """tanh of a small number is the number nearly: 1 - 2 / (1 + e) alone would round it at 6e-8 of the softcap."""
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    cap = {"softcap": torch.tensor(softcap)}
+    found = launch_forward(x, w, target, None, **cap)
+    exact = aten.forward(*double(x, w, target, None), softcap=cap["softcap"].double())
+    for ours, truth in zip(found[:2], exact[:2], strict=True):
+        assert error(ours, truth) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize(("largest", "runs"), [(1.0, False), (torch.nan, True)])
 def test_the_logits_of_a_rescue_are_made_only_if_a_sum_is_too_large(largest, runs):
     N, _, V = RAGGED

@@ -263,6 +263,14 @@ def test_a_sharded_vocabulary_takes_the_time_and_memory_measured_on_two_and_four
         assert beyond / MiB == pytest.approx(float(row["peak_MiB"]), rel=0.02), ranks
 
 
+def test_ranks_that_share_out_the_tokens_have_more_of_them_together():
+    """Each rank has `head.tokens` tokens, or all ranks have the same ones and a share of the vocabulary."""
+    head, ranks = Head(2048, 512, 32003, torch.bfloat16), 4
+    tokens = {option.name: option.tokens for option in plan(head, ranks, device_of("h200", torch.bfloat16, ranks))}
+    assert tokens.pop("flce_ops, FSDP over 4 GPUs") == ranks * head.tokens
+    assert set(tokens.values()) == {head.tokens}
+
+
 def test_the_dense_pair_is_never_the_smaller_one_at_sizes_of_language_models():
     for shape in SHAPES[:3]:
         dense, compiled, ours, small, *_ = plan(Head(*shape, torch.bfloat16), 1, device_of("h200", torch.bfloat16, 1))
