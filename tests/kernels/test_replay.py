@@ -81,6 +81,15 @@ def test_memory_in_use_together_is_apart_and_other_memory_is_shared(driver):
     assert first == third and sum(known.blocks) < 4 * (1000 + 3000 + 900)
 
 
+def test_memory_ends_within_its_block():
+    """Three are in use together, the fourth after them. The large ones have blocks of their own size."""
+    small = [replay.Temporary(nbytes, first=0, last=1) for nbytes in (1000, 3000, 500)]
+    later = [replay.Temporary(700, first=2, last=2), replay.Temporary(replay.LARGE, first=0, last=2)]
+    blocks = replay.share_memory(small + later)
+    for temporary in small + later:
+        assert 0 <= temporary.offset <= blocks[temporary.block] - temporary.nbytes
+
+
 def test_memory_that_is_freed_and_had_again_is_told_apart_by_when(driver):
     """The allocator may give out an address again. The launch decides which tensor the address belongs to."""
 

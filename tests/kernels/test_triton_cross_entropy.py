@@ -116,3 +116,12 @@ def test_bfloat16_logits_are_unpacked_as_they_are():
     right = aten.forward(logits.double(), target, None, logit_sum=True, argmax=True)
     for number, expected in zip(found[:4], right[:4]):
         assert error(number, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("blocks", "ahead"), [(3, 3), (8, 8), (12, 4), (16, 0), (20, 0)])
+def test_the_next_row_is_read_ahead_where_the_l2_has_room(blocks, ahead):
+    """8 blocks of a row stay in registers. Those behind them and those of the next row share room for 8."""
+    kernels = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    tile = kernels.SHORT
+    logits = torch.empty(1, blocks * tile.block_g * 4, device="meta")  # a group has 4 numbers
+    assert kernels.blocks_ahead(logits, tile) == ahead

@@ -13,10 +13,14 @@ from test_gradient_gemms import valid_tokens_of
 
 import flce_ops
 from flce_ops import aten
+from flce_ops.math.options import LogitOptions
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
+from flce_ops.triton.gemm.epilogues import MaxSum
+from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.scale_rows import launch_scale_rows
 from flce_ops.triton.rows.set_entries import launch_set_entries
+from flce_ops.triton.rows.valid_tokens import room_for_rows
 
 pytestmark = [
     # without a GPU, conftest.py turns the interpreter on before anything imports triton
@@ -217,6 +221,27 @@ def test_rows_far_above_their_reference_are_rescued(case):
     for ours, theirs, exact in zip(found[1:4], plain[1:4], truth[1:4], strict=True):
         keep = exact.isfinite()
         assert error(ours[keep], exact[keep]) <= max(1.5 * error(theirs[keep], exact[keep]) + 1e-6, rounding)
+
+
+@pytest.mark.parametrize("softcap", [50.0, 1e4, 1e8])
+def test_a_large_softcap_leaves_the_digits_of_the_logits(softcap):
+    """tanh of a small number is the number nearly: 1 - 2 / (1 + e) alone would round it at 6e-8 of the softcap."""
+    x, w, target, _, _ = operands(RAGGED, torch.float32, {})
+    cap = {"softcap": torch.tensor(softcap)}
+    found = launch_forward(x, w, target, None, **cap)
+    exact = aten.forward(*double(x, w, target, None), softcap=cap["softcap"].double())
+    for ours, truth in zip(found[:2], exact[:2], strict=True):
+        assert error(ours, truth) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("largest", "runs"), [(1.0, False), (torch.nan, True)])
+def test_the_logits_of_a_rescue_are_made_only_if_a_sum_is_too_large(largest, runs):
+    N, _, V = RAGGED
+    x, w, *_ = operands(RAGGED, torch.float32, {})
+    partial, row_max = torch.full((2, -(-V // 128), room_for_rows(N)), -7.0).unbind()
+    guard = torch.tensor(largest).view(torch.int32)
+    launch_logits_gemm(x, w, None, MaxSum(partial, row_max), LogitOptions(), valid_tokens_of(N, N), guard=guard)
+    assert (partial[:, :N] != -7.0).any() == (row_max[:, :N] != -7.0).any() == runs
 
 
 @pytest.mark.parametrize("expected_log_prob", [False, True])

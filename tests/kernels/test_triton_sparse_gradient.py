@@ -95,6 +95,26 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     torch.testing.assert_close(found[:count][both], expected[both], rtol=1e-6, atol=0.0)
 
 
+def test_several_programs_share_a_long_list():
+    """A list has a program for each 1024 places; two take turns of 128 entries."""
+    n, num_classes, room = 5, 2100, 2048
+    count = torch.tensor([0, 1, 129, 700, room], dtype=torch.int32)
+    entries = torch.full((n, room), -1)
+    for row in range(n):
+        values = torch.randn(int(count[row])).view(torch.int32).long()
+        entries[row, : count[row]] = values << 32 | torch.randperm(num_classes)[: count[row]]
+    lists = Lists(entries, count)
+    assert lists.walkers == 2
+    matrix = dense_lists(lists, num_classes)
+    valid_tokens, _ = compact_tokens(torch.zeros(n, dtype=torch.int64), -100, num_classes)
+    classes, _ = launch_class_order(lists, num_classes, valid_tokens, shortest=30, splits=30, hidden=70)
+    assert torch.equal(classes.behind, (matrix != 0.0).sum(0).cumsum(0).int())
+    column, token = matrix.T.nonzero().unbind(1)
+    found = classes.entries[: classes.behind[-1]]
+    assert torch.equal(found & 0xFFFFFFFF, token)
+    assert torch.equal((found >> 32).int().view(torch.float32), matrix[token, column])
+
+
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
 def test_lists_by_class_and_their_sums(add, poisoned_memory):
     n, num_classes, hidden, room = 261, 17, 70, 3

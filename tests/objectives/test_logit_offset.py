@@ -75,6 +75,24 @@ def test_a_smoothed_mean_of_one_pass_keeps_its_digits(device, options, function)
     assert error(loss.detach(), exact) <= 2e-7
 
 
+@pytest.mark.parametrize("function", [flce_ops.linear_cross_entropy, given])
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_second_derivatives_keep_their_digits(device, offset, function):
+    """What rounding took from lse scales every probability: at an offset of 2e4 by up to a thousandth."""
+    *operands, _ = problem(offset, {}, device=device)
+    per_token, along = torch.randn(SHAPE[0], device=device), torch.randn(*SHAPE[:2], device=device)
+
+    def second(function, dtype):
+        x, w, bias = (operands[k].to(dtype).requires_grad_() for k in (0, 1, 3))
+        losses = function(x, w, operands[2], bias, reduction="none")
+        (first,) = torch.autograd.grad(losses @ per_token.to(dtype), x, create_graph=True)
+        return torch.autograd.grad((first * along.to(dtype)).sum(), (x, w))
+
+    exact = second(dense, torch.float64)
+    for found, plain, truth in zip(second(function, torch.float32), second(dense, torch.float32), exact, strict=True):
+        assert error(found, truth) <= 4 * error(plain, truth) + 1e-6
+
+
 @pytest.mark.parametrize("classes", [510, 512, 1021])
 def test_weights_and_smoothing_of_given_logits_at_any_alignment(device, classes):
     """Triton compiles another kernel for each alignment of the rows, of which 3.6 once could not compile one."""

@@ -139,6 +139,18 @@ def test_temporaries_of_the_aten_path_are_what_it_allocates(monkeypatch, shape, 
     assert flce_ops.last_path().rows_per_chunk == planned.rows
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 0), (torch.bfloat16, 6)], ids=str)
+def test_traffic_of_the_aten_path_by_dtype(dtype, rounding):
+    """16-bit logits are rounded from float32. Each chunk reads and writes a float32 sum of grad_linear_weight."""
+    head = Head(5000, 512, 32003, dtype)
+    cost = step_cost.one_pass_aten(head)
+    chunks = -(-head.tokens // cost.rows)
+    assert chunks > 1
+    assert cost.addition_bytes == 8 * chunks * head.vocab * head.hidden
+    assert cost.bytes_per_logit == 36 + rounding
+    assert step_cost.two_passes_aten(head).bytes_per_logit == 56 + rounding
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_peak_of_the_dense_pair_is_what_a_cpu_step_of_it_takes(dtype):
     shape = (512, 8, 4003)
@@ -249,6 +261,14 @@ def test_a_sharded_vocabulary_takes_the_time_and_memory_measured_on_two_and_four
         shard = head.shard(ranks)
         beyond = option.peak - shard.weight_bytes - shard.input_bytes + 32 * MiB
         assert beyond / MiB == pytest.approx(float(row["peak_MiB"]), rel=0.02), ranks
+
+
+def test_ranks_that_share_out_the_tokens_have_more_of_them_together():
+    """Each rank has `head.tokens` tokens, or all ranks have the same ones and a share of the vocabulary."""
+    head, ranks = Head(2048, 512, 32003, torch.bfloat16), 4
+    tokens = {option.name: option.tokens for option in plan(head, ranks, device_of("h200", torch.bfloat16, ranks))}
+    assert tokens.pop("flce_ops, FSDP over 4 GPUs") == ranks * head.tokens
+    assert set(tokens.values()) == {head.tokens}
 
 
 def test_the_dense_pair_is_never_the_smaller_one_at_sizes_of_language_models():

@@ -235,3 +235,42 @@ def test_schemas_are_the_contract():
         'str gradient_sparse="both", Tensor? gradient_class_order=None, Tensor? token_temperature=None, '
         "bool batch_invariant=False) -> Tensor"
     )
+
+
+# an argument's default, wherever it has one; None for all others
+DEFAULTS = {
+    "reduction": "mean",
+    "ignore_index": -100,
+    "logit_scale": 1.0,
+    "temperature": 1.0,
+    "gradient_mode": "unbiased",
+    "gradient_sparse": "both",
+    "kind": "forward",
+    "objective": "ppo",
+    "kl_estimator": "k3",
+    "ranks": 1,
+}
+DEFAULTS |= dict.fromkeys(("clip_low", "clip_high"), 0.2)
+DEFAULTS |= dict.fromkeys(("label_smoothing", "z_loss", "gradient_threshold"), 0.0)
+DEFAULTS |= dict.fromkeys(("vocab_start", "retain"), 0)
+STATISTICS = ("logit_sum", "argmax", "log_sum_sq_probs", "mean_logit", "lse", "entropy", "expected_log_prob", "tail")
+DEFAULTS |= dict.fromkeys((*STATISTICS, "batch_invariant"), False)
+# inner operators have None for a number that does nothing
+OTHERS = {"logit_scale": None, "z_loss": None, "expected_log_prob": None}
+BETA = {"flce::linear_kl_div": 0.5, "flce::linear_policy_loss": 0.0}
+
+
+def test_defaults_of_every_operator_are_the_contract():
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("flce::")]
+    assert len(schemas) > 20
+    for schema in schemas:
+        for argument in schema.arguments:
+            if argument.has_default_value():
+                name, found = argument.name, argument.default_value
+                expected = BETA.get(schema.name) if name == "beta" else DEFAULTS.get(name)
+                allowed = [expected, OTHERS.get(name, expected)]
+                assert any(found == value and type(found) is type(value) for value in allowed), (
+                    schema.name,
+                    name,
+                    found,
+                )
