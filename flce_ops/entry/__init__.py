@@ -39,7 +39,7 @@ from ..objectives.row import RowObjective
 from ..ops.autocast import autocast_kernel
 from ..ops.library import library
 from ..support.holes import refuse_hole
-from ..support.running import running, runs
+from ..support.running import running
 from . import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
 
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
@@ -105,8 +105,11 @@ def body_of(name: str) -> Callable:
         # not imported: an exporter has imported it
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
             refuse_hole(name, "onnx", instead=instead)
-        with runs(running.function or function):
+        outer, running.function = running.function, running.function or function
+        try:
             found = body(arguments.bind(*args, **kwargs))
+        finally:
+            running.function = outer
         return found[0] if alone and isinstance(found, tuple) else found
 
     return run

@@ -29,7 +29,7 @@ CLASSES = {
 
 def first_classes(op: str, vocab_size: int, given: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of `given` that have classes, cut to vocab_size; they may differ in V."""
-    tensors: dict[str, Tensor] = {name: given[name] for name in CLASSES if given[name] is not None}
+    tensors: dict[str, Tensor] = {name: given[name] for name in CLASSES if given.get(name) is not None}
     if vocab_size < 1:
         raise ValueError(f"{op}: expected vocab_size to be positive or None, got {vocab_size}")
     if any_dtensor(*tensors.values()):

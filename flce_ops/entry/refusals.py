@@ -9,7 +9,6 @@ All other combinations are implemented. A new feature that does not combine with
 here.
 """
 
-import sys
 from typing import Any
 
 from ..ops.call_facts import gradients_wanted
@@ -42,7 +41,7 @@ def features_of(call: Any) -> set[str]:
     for name in GIVEN:
         if values.get(name) is not None:
             found.add(name)
-    if "torch.distributed.tensor" in sys.modules and any_dtensor(*call.values()):
+    if any_dtensor(*values.values(), *values.get("tokens", ())):
         found.add("DTensors")
     if functorch_is_active():
         found.add("torch.func")

@@ -14,13 +14,13 @@ from .public import call_entry, public
 
 
 def call(given: dict[str, Any]) -> Tensor:
-    learnt = isinstance(given["logit_scale"], Tensor)
-    if learnt and given["teacher_logit_scale"] is None and given["teacher_probs"] is None:
+    learnt = isinstance(given.get("logit_scale"), Tensor)
+    if learnt and given.get("teacher_logit_scale") is None and given.get("teacher_probs") is None:
         raise ValueError(
             f"{OP}: logit_scale is a tensor, which the student's alone can be; pass the teacher's as a number: "
             "teacher_logit_scale=1.0, say"
         )
-    vocab_size = given.pop("vocab_size")
+    vocab_size = given.pop("vocab_size", None)
     if vocab_size is not None:
         given.update(first_classes(OP, vocab_size, given))
     return call_entry(OP, given)

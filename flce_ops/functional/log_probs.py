@@ -37,10 +37,10 @@ class LinearLogProbs(NamedTuple):
 
 
 def call(given: dict[str, Any]) -> Any:
-    return_metrics = given.pop("return_metrics")
+    return_metrics = given.pop("return_metrics", None)
     names = () if return_metrics is None else metrics.checked_names(OP, return_metrics, metrics.OF_LOG_PROBS)
     asked = {name: name in names for name in metrics.OF_LOG_PROBS}
-    wanted = [given[name] for name in ("entropy", "argmax", "tail")]
+    wanted = [given.get(name, False) for name in ("entropy", "argmax", "tail")]
     log_probs, lse, entropy, argmax, *others, of_tail = call_entry(OP, given, asked=asked)
     results = (result if want else None for result, want in zip((entropy, argmax, of_tail), wanted))
     found = LinearLogProbs(log_probs, lse, *results)

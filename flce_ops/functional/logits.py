@@ -15,8 +15,8 @@ from .public import call_entry, public
 
 
 def call(given: dict[str, Any]) -> Any:
-    in_place = "_" if given.pop("inplace_backward") else ""
-    if not given.pop("return_metrics"):
+    in_place = "_" if given.pop("inplace_backward", False) else ""
+    if not given.pop("return_metrics", False):
         return call_entry(OP, given, metrics=in_place)
     loss, token_accuracy, argmax = call_entry(OP, given, metrics="_metrics" + in_place)
     return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)

@@ -28,7 +28,7 @@ class LinearCrossEntropyMetrics(NamedTuple):
 
 
 def call(given: dict[str, Any]) -> Any:
-    options, return_metrics = given.pop("options"), given.pop("return_metrics")
+    options, return_metrics = given.pop("options", None), given.pop("return_metrics", False)
     if options is not None:
         check_torch_options(OP, options, given["input"].dtype)
     if return_metrics is False:
@@ -36,7 +36,7 @@ def call(given: dict[str, Any]) -> Any:
     names = metrics.metric_names(OP, return_metrics)
     asked = metrics.statistics_for(names)._asdict()
     loss, *found = call_entry(OP, given, metrics="_metrics", asked=asked)
-    by_name = metrics.by_name(names, found, given["z_loss"])
+    by_name = metrics.by_name(names, found, given.get("z_loss", 0.0))
     if return_metrics is True:
         return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
     return loss, by_name

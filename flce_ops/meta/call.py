@@ -65,10 +65,9 @@ class Arguments:
     defaults: ClassVar[list[Any]]
     # name, group or None, index of the first value, index after the last
     fields: ClassVar[list[tuple[str, Any, int, int]]]
-    alone: ClassVar[dict[str, int]]  # fields that are no groups, and their indices
-    groups: ClassVar[list[tuple[str, Any, slice]]]  # name, group, indices
+    places: ClassVar[list[tuple[str, Any, Any]]]  # name, group or None, index or slice
     names: ClassVar[frozenset[str]]  # of all fields
-    usual: ClassVar[dict[str, Any]]  # groups whose fields all have defaults
+    usual: ClassVar[dict[str, Any]]  # fields that have defaults
     tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
@@ -97,10 +96,14 @@ class Arguments:
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
-        cls.alone = {name: start for name, group, start, _ in cls.fields if group is None}
-        cls.groups = [(name, group, slice(start, stop)) for name, group, start, stop in cls.fields if group]
+        cls.places = [(name, group, slice(start, stop) if group else start) for name, group, start, stop in cls.fields]
         cls.names = frozenset(name for name, *_ in cls.fields)
-        cls.usual = {name: group() for name, group, _ in cls.groups if len(group._field_defaults) == len(group._fields)}
+        cls.usual = {}
+        for name, group, place in cls.places:
+            if group is None and cls.defaults[place] is not REQUIRED:
+                cls.usual[name] = cls.defaults[place]
+            elif group is not None and len(group._field_defaults) == len(group._fields):
+                cls.usual[name] = group()
         cls.tensors = [index for index, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
@@ -132,18 +135,14 @@ class Arguments:
     @classmethod
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
-        fields = call.__dict__
-        fields.update(zip(cls.alone, map(values.__getitem__, cls.alone.values())))
-        for name, group, indices in cls.groups:
-            fields[name] = tuple.__new__(group, values[indices])
+        fields, make = call.__dict__, tuple.__new__
+        for name, group, place in cls.places:
+            fields[name] = values[place] if group is None else make(group, values[place])
         return call
 
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        values = [*args, *cls.defaults[len(args) :]]
-        for name, value in kwargs.items():
-            values[cls.index[name]] = value
-        return cls.of(values)
+        return cls.of(cls.values_of(args, kwargs))
 
     @classmethod
     def like(cls: type[Self], call: Any, **own: Any) -> Self:
@@ -173,13 +172,12 @@ class Arguments:
         return call
 
     def values(self) -> list[Any]:
-        values: list[Any] = []
-        for name, group, _, _ in self.fields:
-            value = getattr(self, name)
+        fields, values = self.__dict__, []
+        for name, group, _ in self.places:
             if group is None:
-                values.append(value)
+                values.append(fields[name])
             else:
-                values += value
+                values += fields[name]
         return values
 
     @classmethod

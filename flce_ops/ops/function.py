@@ -21,7 +21,7 @@ from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
-from ..support.running import running, runs
+from ..support.running import running
 from ..support.torch_private import (
     apply_function,
     below_autograd,
@@ -128,8 +128,11 @@ class OperatorFunction(Function):
         if not asked:
             return cls.arguments.gradients()
         call, saved = restore(ctx, cls.arguments)
-        with runs(ctx.function):
+        outer, running.function = running.function, ctx.function
+        try:
             return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+        finally:
+            running.function = outer
 
     @classmethod
     def call_backward(cls, call: Arguments, needs: Sequence[bool], results: Sequence[Tensor]) -> None:

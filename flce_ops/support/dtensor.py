@@ -7,4 +7,8 @@ from torch import Tensor
 
 def any_dtensor(*tensors: Tensor | None) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    if module is not None:
+        for tensor in tensors:
+            if isinstance(tensor, module.DTensor):
+                return True
+    return False

@@ -3,8 +3,7 @@ uses the call to compile its kernels ahead (triton/launch/ahead.py).
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 
@@ -17,12 +16,3 @@ class Running(threading.local):
 
 
 running = Running()
-
-
-@contextmanager
-def runs(function: str) -> Iterator[None]:
-    outer, running.function = running.function, function
-    try:
-        yield
-    finally:
-        running.function = outer
