@@ -141,9 +141,8 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
                 matrices |= {"pair_input_ptr": matrices["input"], "pair_weight_ptr": matrices["linear_weight"]}
             else:
                 types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "*bf16")
-            types["class_scale_ptr"] = "*fp32"
         else:
-            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr", "class_scale_ptr"), "constexpr")
+            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "constexpr")
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 

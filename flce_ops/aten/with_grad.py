@@ -4,7 +4,7 @@ loss_and_gradients loops over chunks and blocks of rows. An objective (flce_ops/
 slopes, an Accumulator receives G, and SharedRows exchanges row numbers if ranks share the vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -230,7 +230,6 @@ def loss_and_gradients(
     of_tokens: RowsOfTokens,
     products: Iterator[tuple[slice, Tensor]],  # the rows of each chunk and their u (n, V), which is overwritten with G
     gradients: Accumulator,
-    scaled: Callable[[Tensor], Tensor] | None = None,  # computes u from a block of `products`
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
@@ -248,7 +247,7 @@ def loss_and_gradients(
         else:
             blocks = row_blocks(input, chunk, product, nbytes, *of_rows)
         for rows, block, own_column, own_valid, own_scale, own_losses in blocks:
-            logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))
+            logits, slope = activate_with_slope(block, call.logits.of(rows))
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
             largest = shared.largest(logits) if shared else None

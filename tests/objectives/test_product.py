@@ -216,7 +216,6 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         if "low_rank_input" in left:
             input = torch.cat([input, take("low_rank_input")], -1)
             weight = torch.cat([weight, take("low_rank_weight")], -1)
-            weight = weight * take("class_scale", torch.ones(1))[:, None]
         z = dense_logits(input, weight, bias, logit_scale=scale, **logit_options)[..., :vocab]
     support, allowed = take("support", None), torch.ones_like(z, dtype=torch.bool)
     if support is not None:

@@ -44,7 +44,7 @@ TOKENS = (16384, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))  # the first 
 ENOUGH_LAUNCHES = 500  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
-    *("linear_weight", "linear_bias", "weight", "class_scale", "low_rank_weight", "main_grad"),
+    *("linear_weight", "linear_bias", "weight", "low_rank_weight", "main_grad"),
     *("teacher_weight", "teacher_bias"),
 }
 OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)

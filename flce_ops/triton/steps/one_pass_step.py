@@ -170,7 +170,7 @@ class OnePassStep:
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
-        self.row_sum, self.reference = sums.exponentials, sums.reference_logit
+        self.row_sum = sums.exponentials
         finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
         for cols, exponentials in class_slices:
