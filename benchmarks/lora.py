@@ -2,11 +2,8 @@
 logits.
 
     ours            x W^T + h B^T, h = s x A^T, in one operator (flce::linear_cross_entropy_low_rank)
-    ours_dora       the same with DoRA's scale of each class, magnitudes over row norms, which it computes in each step
     ours_merged     linear_cross_entropy on W + s B A, which autograd differentiates
-    dora_merged     linear_cross_entropy on DoRA's weight, magnitudes / norms * (W + s B A)
     torch_compile   F.cross_entropy of F.linear(x, W) + F.linear(h, B), compiled
-    dora_compile    the same times magnitudes / norms, those of W + s B A
 
 The floor is the two GEMMs of the head, logits and dX, by torch.mm. Gradients are those of x, A and B. Errors are
 relative to float32. peak_MiB excludes x, W and the target.
@@ -21,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce_ops
-from flce_ops.aten.row_norms import merged_row_norms
 
 from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
@@ -71,49 +67,10 @@ def dense(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor) -> Te
     return F.cross_entropy((F.linear(x, weight) + SCALING * F.linear(F.linear(x, a), b)).float(), target)
 
 
-def dora_of_pair(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, magnitude: Tensor) -> Tensor:
-    scale = magnitude / merged_row_norms(weight, a, b, SCALING)
-    return torch.ops.flce.linear_cross_entropy_low_rank(
-        x, weight, SCALING * F.linear(x, a), b, target, class_scale=scale
-    )
-
-
-def scale_of_merged(magnitude: Tensor, merged: Tensor) -> Tensor:
-    return (magnitude / torch.linalg.vector_norm(merged.detach(), dim=1, dtype=torch.float32)).to(merged.dtype)
-
-
-def dora_of_merged(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, magnitude: Tensor) -> Tensor:
-    merged = weight + SCALING * (b @ a)
-    return flce_ops.linear_cross_entropy(x, scale_of_merged(magnitude, merged)[:, None] * merged, target)
-
-
-def dora_dense(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, magnitude: Tensor) -> Tensor:
-    scale = scale_of_merged(magnitude, weight + SCALING * (b @ a))
-    return F.cross_entropy((scale * (F.linear(x, weight) + SCALING * F.linear(F.linear(x, a), b))).float(), target)
-
-
-def with_magnitudes(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Loss]:
-    """Magnitudes start as the norms, as in PEFT, so the gradients of x, A and B equal LoRA's."""
-
-    def make(weight: Tensor, a: Tensor, b: Tensor) -> Loss:
-        magnitude = merged_row_norms(weight, a, b, SCALING).requires_grad_()
-
-        def of_dora(*operands: Tensor) -> Tensor:
-            magnitude.grad = None
-            return loss(*operands, magnitude)
-
-        return of_dora
-
-    return make
-
-
-PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Loss]] = {  # from W, A and B
-    "ours": lambda *_: of_pair,
-    "ours_dora": with_magnitudes(dora_of_pair),
-    "ours_merged": lambda *_: of_merged,
-    "dora_merged": with_magnitudes(dora_of_merged),
-    "torch_compile": lambda *_: torch.compile(dense, dynamic=False, fullgraph=True),
-    "dora_compile": with_magnitudes(torch.compile(dora_dense, dynamic=False, fullgraph=True)),
+PROVIDERS: dict[str, Loss] = {
+    "ours": of_pair,
+    "ours_merged": of_merged,
+    "torch_compile": torch.compile(dense, dynamic=False, fullgraph=True),
 }
 
 
@@ -170,8 +127,8 @@ def measure(shape: Shape, rank: int, device: torch.device, options: argparse.Nam
     rows = {name: LoraRow(*machine, name) for name in ("floor", *PROVIDERS)}
     truth = exact(problem, pair)
     steps = {"floor": floor.provide("floor", problem, MODES["lora"])}
-    for name, make in PROVIDERS.items():
-        step = step_of(make(problem.linear_weight, *pair), problem, pair)
+    for name, loss in PROVIDERS.items():
+        step = step_of(loss, problem, pair)
         try:
             found = [step(), *(leaf.grad for leaf in (problem.input, *pair))]
         except torch.cuda.OutOfMemoryError:

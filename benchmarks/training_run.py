@@ -6,7 +6,7 @@ the gradients of the head's input and weight differ.
     exact                                   linear_cross_entropy
     unbiased_12, unbiased_10, unbiased_8    with gradient_threshold 2^-12, 2^-10, 2^-8, and a new seed in each step
     cce                                     Apple's cut cross-entropy with its default filter
-    tiles_12, drop_12                       linear_cross_entropy with that filter; with entries below 2^-12 dropped
+    drop_12                                 linear_cross_entropy with entries below 2^-12 dropped
 
 Rare classes are those that hold the rarest tenth of the training tokens, rarest classes those that hold the rarest
 hundredth. Their losses are means over the held-out tokens of these classes.
@@ -37,7 +37,6 @@ SETTINGS: dict[str, dict[str, object]] = {  # options of linear_cross_entropy
     "unbiased_10": {"gradient_threshold": 2.0**-10},
     "unbiased_8": {"gradient_threshold": 2.0**-8},
     "cce": {},
-    "tiles_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "tiles"},
     "drop_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "drop"},
 }
 RARE, RAREST = 0.1, 0.01  # shares of the training tokens

@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[Any, int, int, torch.dtype, dict[str, Any]]] = {
     "features no map takes": (loss, 516, 32003, bf16, {"return_metrics": ["entropy", "argmax"]}),
     "few features": (loss, 64, 8000, bf16, {"reduction": "sum", "logit_scale": 0.5}),
     "sparse": (loss, 512, 50257, bf16, {"gradient_threshold": 0.02}),
-    "filtered": (loss, 512, 50257, bf16, {"gradient_threshold": 0.02, "gradient_mode": "tiles"}),
+    "filtered": (loss, 512, 50257, bf16, {"gradient_threshold": 0.02, "gradient_mode": "drop"}),
     "log-probabilities": (log_probs, 4096, 128256, bf16, {"entropy": True}),
     "policy": (policy, 2048, 151936, bf16, {"clip_high": 0.3, "dual_clip": 3.0}),
     "forward divergence": (divergence, 1024, 32000, bf16, {}),

@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flce_ops.triton.gemm.class_blocks import LIVE, ClassBlocks
 from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.gemm.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.gemm.logits_gemm import logits_gemm_kernel
@@ -34,7 +35,6 @@ from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
 from flce_ops.triton.rows.logit_numbers import LogitNumbers
 from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.sparse.live_tiles import LIVE, Steps
 from flce_ops.triton.steps.quantized_logits import Quantization
 
 # the pointers of each epilogue; optional ones are absent
@@ -48,7 +48,7 @@ OPERANDS = {
     "low_rank": EXP_SUM,
 }
 VALID_TOKENS = ValidTokens("*i32", "*i32", "i32", "*i32")
-EVERY_STEP, LIVE_STEPS = Steps("constexpr", "constexpr", "i32", "i32"), Steps("*i32", "*i32", "i32", "i32")
+EVERY_BLOCK, SOME_BLOCKS = ClassBlocks("constexpr", "constexpr"), ClassBlocks("*i32", "*i32")
 FINISH = Finish("*fp32", "*i64", "*fp32", "constexpr", "constexpr")
 # compute capability: (default epilogue, shared memory available to a block, in bytes)
 TARGETS = {
@@ -141,22 +141,20 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
                 matrices |= {"pair_input_ptr": matrices["input"], "pair_weight_ptr": matrices["linear_weight"]}
             else:
                 types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "*bf16")
-            types["class_scale_ptr"] = "*fp32"
         else:
-            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr", "class_scale_ptr"), "constexpr")
+            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "constexpr")
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
 
-# FIRST and LAST, for one of several chunks of tokens. "main_grad" adds to a float32 buffer, "live" multiplies live
-# tiles, "dense" computes some blocks of classes.
+# FIRST and LAST, for one of several chunks of tokens. "main_grad" adds to a float32 buffer, "dense" computes some
+# blocks of classes.
 WEIGHT_CHUNKS = {
     "only": (True, True),
     "first": (True, False),
     "later": (False, False),
     "last": (False, True),
     "main_grad": (True, True),
-    "live": (False, False),
     "dense": (False, False),
 }
 
@@ -171,8 +169,7 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "map_ptr": ("bf16" if last else "fp16", [tiles.block_m, tiles.block_n // 2]),
     }
     types = {"outer": ("constexpr", "constexpr"), "valid_tokens": VALID_TOKENS}
-    types |= {"live": LIVE_STEPS if chunk == "live" else EVERY_STEP}
-    types |= {"blocks": LIVE_STEPS if chunk == "dense" else EVERY_STEP}
+    types |= {"blocks": SOME_BLOCKS if chunk == "dense" else EVERY_BLOCK}
     types |= {"sum_ptr": "*fp32", "result_ptr": "*fp32"} if adds else {"sum_ptr": "*fp16", "result_ptr": "*bf16"}
     if last and not first and tiles.tma:
         blocks["stored_ptr"] = ("fp16", [tiles.block_m, tiles.block_n // 2])
@@ -191,18 +188,18 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "ADDS": adds,
         "GROUP": tiles.group,
     }
-    constants["FLATTEN"] = tiles.flatten and chunk != "live"
+    constants["FLATTEN"] = tiles.flatten
     name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
-def overflow_variant(tiles: Tiles, *, live: bool) -> Variant:
+def overflow_variant(tiles: Tiles, *, some_classes: bool) -> Variant:
     blocks = {
         "exponentials_map": ("bf16", [tiles.block_k, tiles.block_m]),
         "rows_map": ("bf16", [tiles.block_k, tiles.block_n]),
     }
     types = {"sum_ptr": "*fp16", "exponent_ptr": "*u8", "guard_ptr": "*i32", "valid_tokens": VALID_TOKENS}
-    types |= dict.fromkeys(("live", "blocks"), LIVE_STEPS if live else EVERY_STEP)
+    types["blocks"] = SOME_BLOCKS if some_classes else EVERY_BLOCK
     of_kernel = source(overflow_rows_kernel, tiles, {"LOOK": LOOK}, blocks, types)
     name = f"weight, overflow, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, of_kernel, tiles, tiles.num_stages)
@@ -227,7 +224,7 @@ def transposed_variant(tiles: Tiles) -> Variant:
     return Variant("weight, later, transposed", of_kernel, tiles, tiles.num_stages)
 
 
-def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
+def input_variant(tiles: Tiles, *, whole: bool, some_classes: bool = False) -> Variant:
     """The input gradient over all of V, which its epilogue finishes, or over one of several slices."""
     blocks = {
         "exponentials": ("bf16", [tiles.block_m, tiles.block_k]),
@@ -240,9 +237,9 @@ def input_variant(tiles: Tiles, *, whole: bool, live: bool = False) -> Variant:
         "finish": FINISH,
         "valid_tokens": VALID_TOKENS,
     }
-    types["live"] = LIVE_STEPS if live else EVERY_STEP
+    types["blocks"] = SOME_BLOCKS if some_classes else EVERY_BLOCK
     constants = {"WHOLE": whole, "FIRST": whole}
-    name = f"input, {'live' if live else 'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
+    name = f"input, {'dense' if some_classes else 'whole' if whole else 'piece'}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(input_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
 
@@ -253,8 +250,8 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
                 if every or chunk in ("later", "main_grad"):
                     yield weight_variant(tiles, chunk)
             if tma:
-                for live in (False, True) if every else (False,):
-                    yield overflow_variant(tiles, live=live)
+                for some_classes in (False, True) if every else (False,):
+                    yield overflow_variant(tiles, some_classes=some_classes)
     if capability == 90:
         yield transposed_variant(WEIGHT_TILES["hopper"])
     for name, tiles in INPUT_TILES.items():
@@ -262,7 +259,7 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
             for whole in (True, False) if every else (True,):
                 yield input_variant(tiles, whole=whole)
             if every and tiles.block_m <= LIVE.value:
-                yield input_variant(tiles, whole=True, live=True)
+                yield input_variant(tiles, whole=True, some_classes=True)
 
 
 def variants(capability: int, epilogue: str, every: bool) -> Iterator[Variant]:

@@ -20,7 +20,7 @@ VERSION_OF = "flce_ops"
 # A sparse gradient: (mode, exponent); the threshold is 2 to that power.
 SPARSE = {
     **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
-    **{"ours_drop_12": ("drop", -12), "ours_tiles_12": ("tiles", -12)},
+    "ours_drop_12": ("drop", -12),
 }
 BY_MEAN = "_by_mean"  # suffix of a name in SPARSE: with gradient_class_order
 MEAN_OF_TOKENS = 1024

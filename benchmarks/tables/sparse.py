@@ -9,7 +9,6 @@ STEPS = {
     "ours_sparse_10": "unbiased, $2^{-10}$",
     "ours_sparse_11": "unbiased, $2^{-11}$",
     "ours_sparse_12": "unbiased, $2^{-12}$",
-    "ours_tiles_12": '"tiles", $2^{-12}$',
     "torch_compile": "torch.compile",
     "cce": "Cut Cross-Entropy",
 }

@@ -18,7 +18,6 @@ LABELS = {
     "unbiased_10": "unbiased, $2^{-10}$",
     "unbiased_8": "unbiased, $2^{-8}$",
     "cce": "Apple's CCE, its filter",
-    "tiles_12": "tiles, $2^{-12}$",
     "drop_12": "drop, $2^{-12}$",
 }
 

@@ -11,7 +11,6 @@ with_grad.py                           gradients made in forward: any row object
 cross_entropy.py                       given logits, without a GEMM
 support.py                             logits of a support's classes, without a GEMM
 low_rank.py                            with_grad for a frozen head with a low-rank pair
-    row_norms.py                       norms of the rows of W + s B A, which DoRA divides by
 second_order.py, backward_tangent.py   shared code of second derivatives; their derivative along a vector
 """
 

@@ -11,7 +11,7 @@ from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace
 from ..support.readable import copy_bytes
-from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
+from .chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
 from .gradients import GradientAccumulator, rows_beside_gradients
 from .logits import (
     activate_with_slope,
@@ -25,7 +25,6 @@ from .sparse_gradients import (
     SparseAccumulator,
     draws_of,
     needs_exact,
-    whole_tiles,
 )
 from .valid_tokens import kernel_of
 
@@ -70,17 +69,16 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
     else:
-        step = whole_tiles(call, step)
         gradients = SparseAccumulator(call, draws, grads, step)
     nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
-        for rows, block in row_blocks(input, chunk, product, nbytes, multiple=multiple_of(call)):
+        for rows, block in row_blocks(input, chunk, product, nbytes):
             logits, slope = activate_with_slope(block, call.logits.of(rows))
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, column[rows], chunk, rows)
+                gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..math.precision import accumulation_dtype
-from ..math.sparse_gradient import LIVE
 from ..meta.call import Arguments
 from ..support.path import record_run
 from ..support.readable import readable, readable_rows
@@ -137,25 +136,18 @@ def rows_per_chunk(
 
 
 def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
-    parts = cut(0, input.shape[0], rows, multiple_of(call))
+    parts = cut(0, input.shape[0], rows)
     record_run(call, rows, len(parts))
     return parts
 
 
-def multiple_of(call: Arguments) -> int:
-    """Chunks and blocks have a multiple of this many rows: the rows of a tile, for gradients of live tiles."""
-    sparse = getattr(call, "sparse", None)
-    return LIVE if sparse is not None and sparse.gradient_mode == "tiles" else 1
-
-
-def cut(start: int, stop: int, rows: int, multiple: int) -> list[slice]:
+def cut(start: int, stop: int, rows: int) -> list[slice]:
     """Slices of `rows` rows each. The last one is shorter. If it would be too short, the one before it gives up some
     rows.
     """
     ends = [*range(start + rows, stop, rows), stop] if start < stop else []
-    less = -(-ROWS_OF_EQUAL_BITS // multiple) * multiple
-    if len(ends) > 1 and stop - ends[-2] < ROWS_OF_EQUAL_BITS and less < rows:
-        ends[-2] -= less
+    if len(ends) > 1 and stop - ends[-2] < ROWS_OF_EQUAL_BITS < rows:
+        ends[-2] -= ROWS_OF_EQUAL_BITS
     return list(map(slice, [start, *ends], ends))
 
 
@@ -202,18 +194,16 @@ def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
         own.copy_(product[: own.shape[0]])
 
 
-def row_blocks(
-    input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor, multiple: int = 1
-) -> list[tuple]:
+def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> list[tuple]:
     """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
-    step = max(nbytes // row_bytes // multiple, 1) * multiple
+    step = max(nbytes // row_bytes, 1)
     if input.device.type == "cpu":
-        step = max(step, 2 * ROWS_OF_EQUAL_BITS // multiple * multiple)
+        step = max(step, 2 * ROWS_OF_EQUAL_BITS)
     if chunk.stop - chunk.start == input.shape[0] <= step:
         return [(chunk, product, *vectors)]
     blocks = []
-    for rows in cut(chunk.start, chunk.stop, step, multiple):
+    for rows in cut(chunk.start, chunk.stop, step):
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
         blocks.append((rows, block, *(vector[rows] for vector in vectors)))
     return blocks

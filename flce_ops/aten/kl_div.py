@@ -205,7 +205,7 @@ def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
     """Splits rows into blocks, so that the temporaries of a block together are smaller than one matrix."""
     rows, classes = matrix.shape
     step = max(-(-rows // 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
-    yield from cut(0, rows, step, 1)
+    yield from cut(0, rows, step)
 
 
 def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:

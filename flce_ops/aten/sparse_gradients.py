@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..math.sparse_gradient import LIVE, Draws, Shard, keep_entries, keep_tiles
+from ..math.sparse_gradient import Draws, Shard, keep_entries
 from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from .chunks import product_dtype
 from .gradients import GradientAccumulator
@@ -39,11 +39,6 @@ def needs_exact(call: Call) -> bool:
     return list(call.sparse.products(call.output_mask)) != call.output_mask[:2]
 
 
-def whole_tiles(call: Call, rows: int) -> int:
-    """The rows of a chunk, rounded to whole tiles of tokens in the mode "tiles"."""
-    return max(rows // LIVE, 1) * LIVE if call.sparse.gradient_mode == "tiles" else rows
-
-
 class SparseAccumulator(GradientAccumulator):
     """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
@@ -62,17 +57,12 @@ class SparseAccumulator(GradientAccumulator):
         if needs_exact(call):
             self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
 
-    def keep(self, grad_logits: Tensor, slope: Tensor, column: Tensor, chunk: slice, rows: slice) -> None:
-        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); `column` is the target's,
-        (n, 1).
-        """
+    def keep(self, grad_logits: Tensor, slope: Tensor, chunk: slice, rows: slice) -> None:
+        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,)."""
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         logit_scale = self.logits.of(rows).logit_scale
         slope = slope if logit_scale is None else slope * logit_scale.flatten()
-        if self.sparse.gradient_mode == "tiles":
-            keep_tiles(grad_logits, slope, column, self.sparse.gradient_threshold)
-            return
         draws, count = self.draws.of(rows), grad_logits.shape[0]
         at_once = count // PARTS + 1  # the same parts on all ranks, which communicate in each
         for start in range(0, count, at_once):

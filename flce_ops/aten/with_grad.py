@@ -4,7 +4,7 @@ loss_and_gradients loops over chunks and blocks of rows. An objective (flce_ops/
 slopes, an Accumulator receives G, and SharedRows exchanges row numbers if ranks share the vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from ..meta.arguments import (
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..support.readable import copy_bytes
-from .chunks import block_bytes, chunk_products, multiple_of, product_is_rounded, row_blocks
+from .chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
 from .class_blocks import over_classes
 from .gradients import GradientAccumulator, rows_beside_gradients
 from .logits import (
@@ -50,7 +50,6 @@ from .sparse_gradients import (
     SparseAccumulator,
     draws_of,
     needs_exact,
-    whole_tiles,
 )
 from .valid_tokens import kernel_of, zero_where_ignored
 
@@ -70,7 +69,6 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
     if draws is None:
         gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
     else:
-        step = whole_tiles(call, step)
         gradients = SparseAccumulator(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
@@ -243,14 +241,13 @@ def loss_and_gradients(
     of_tokens: RowsOfTokens,
     products: Iterator[tuple[slice, Tensor]],  # the rows of each chunk and their u (n, V), which is overwritten with G
     gradients: Accumulator,
-    scaled: Callable[[Tensor], Tensor] | None = None,  # computes u from a block of `products`
 ) -> Tensor:  # ()
     input, objective, valid, column, reduction, losses, statistics, log_probs, *_ = of_tokens
     class_weight, num_classes, shared = of_tokens[-3:]
     if reduction.row_scale is None:  # then the tokens are counted here, once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
-    nbytes, multiple = block_bytes(input), multiple_of(call)
+    nbytes = block_bytes(input)
     over = over_classes(call)
     of_classes = None if class_weight is None or objective.d_sum is None else class_weight.sum()
     for chunk, product in products:
@@ -259,9 +256,9 @@ def loss_and_gradients(
         if shared:
             blocks: list[tuple] = [(chunk, product, *(vector[chunk] for vector in of_rows))]
         else:
-            blocks = row_blocks(input, chunk, product, nbytes, *of_rows, multiple=multiple)
+            blocks = row_blocks(input, chunk, product, nbytes, *of_rows)
         for rows, block, own_column, own_valid, own_scale, own_losses in blocks:
-            logits, slope = activate_with_slope(block if scaled is None else scaled(block), call.logits.of(rows))
+            logits, slope = activate_with_slope(block, call.logits.of(rows))
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
             largest = shared.largest(logits) if shared else None
@@ -292,7 +289,7 @@ def loss_and_gradients(
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
             if isinstance(gradients, SparseAccumulator):
-                gradients.keep(grad_logits, cotangents.grad_lse, own_column, chunk, rows)
+                gradients.keep(grad_logits, cotangents.grad_lse, chunk, rows)
             gradients.round_block(block, grad_logits)
             del logits, grad_logits, slope  # frees memory before the next block is allocated
         gradients.add_products(chunk, product)

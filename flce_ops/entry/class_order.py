@@ -1,5 +1,5 @@
-"""Reorders the classes as gradient_class_order says. A sparse gradient then forms its tiles and blocks of classes in
-this order.
+"""Reorders the classes as gradient_class_order says. A sparse gradient then forms its blocks of classes in this
+order.
 
     order        2 0 1        the class at each place
     place        1 2 0        the place of each class; targets hold places then

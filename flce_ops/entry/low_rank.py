@@ -2,8 +2,6 @@
 
     logits = input @ linear_weight.T + low_rank_input @ low_rank_weight.T       for LoRA, low_rank_input = s input @ A.T
 
-With class_scale, DoRA's scale of each class, logits = class_scale (...), before linear_bias is added.
-
 A frozen head has its own operator, which makes no matrix of linear_weight's size. This operator is called once if
 forward makes the gradients; otherwise backward calls it a second time. If the head is trained, or under torch.func, the
 pair becomes extra features of input and of a copy of linear_weight, and the ordinary operators run.
@@ -16,7 +14,7 @@ from torch import Tensor
 from ..math.options import LowRankOperands, Statistics, TokenLosses
 from ..math.reduction import Reduction
 from ..meta.arguments import LowRankWithGrad
-from ..meta.checks import check_device, check_per_class, check_target_dtype
+from ..meta.checks import check_device, check_target_dtype
 from ..ops.call_facts import needs_gradient, options_in_facts
 from ..ops.paths import path_of_pair
 from .arguments import OP, check_arguments
@@ -58,7 +56,6 @@ def operands_of(call: LowRankCrossEntropy) -> LowRankOperands:
 
 def without_pair(call: LowRankCrossEntropy, input: Tensor, linear_weight: Tensor) -> CrossEntropy:
     options = dict(zip(call.keywords, call.values()[call.positional :]))
-    del options["class_scale"]
     return CrossEntropy.bind(input, linear_weight, call.target, call.linear_bias, **options)
 
 
@@ -73,10 +70,7 @@ def check_pair(call: LowRankCrossEntropy) -> None:
             raise ValueError(f"{OP}: expected {name} of shape ({leading}, r), got {tuple(tensor.shape)}")
         if tensor.dtype != call.input.dtype:
             raise TypeError(f"{OP}: expected {name} in input's dtype {call.input.dtype}, got {tensor.dtype}")
-    if call.class_scale is not None:
-        check_per_class(OP, "class_scale", call.class_scale, call.linear_weight.shape[0])
-    names = ("low_rank_input", "low_rank_weight", "class_scale")
-    check_device(OP, call.input, "input", **{name: getattr(call, name) for name in names})
+    check_device(OP, call.input, "input", low_rank_input=call.low_rank_input, low_rank_weight=call.low_rank_weight)
     rank = call.low_rank_weight.shape[-1]
     if call.low_rank_input.shape[-1] != rank:
         raise ValueError(

@@ -30,7 +30,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", 
 # The last three features do not follow from the arguments: the caller adds them if backward always makes the
 # objective's gradients, or for the layout or the path of the call.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
-FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "tiles", "recomputing always", "sharded vocabulary")
+FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards", "a quantized head", "batch_invariant", "a divergence")
 
 
@@ -55,8 +55,6 @@ def features_of(call: Any) -> set[str]:
         found |= {"metrics", "argmax"} if call.statistics.argmax else {"metrics"}
     if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
         found.add("sparse gradient")
-        if call.sparse.gradient_mode == "tiles":
-            found.add("tiles")
     if values.get("batch_invariant"):
         found.add("batch_invariant")
     if "teacher_weight" in values:
@@ -83,11 +81,9 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "sparse gradient": {
         ("positions",): NO_SPARSE.format("of a K-dimensional loss"),
         ("class probabilities",): NO_SPARSE.format("of class probabilities"),
-        ("tiles", "topk"): NO_SPARSE.format("of mode 'tiles' with several classes a token"),
         ("main_grad",): NO_SPARSE.format("with main_grad"),
         ("gradient_class_order", "DTensors"): NO_SPARSE.format("of DTensors with gradient_class_order"),
         ("sharded vocabulary", "recomputing always"): NO_SPARSE.format("over a sharded vocabulary"),
-        ("sharded vocabulary", "tiles"): NO_SPARSE.format("of mode 'tiles' over a sharded vocabulary"),
         ("recomputing shards",): NO_SPARSE.format(
             "over a sharded vocabulary, but for a scalar loss of one class a token with classes on every rank,"
         ),

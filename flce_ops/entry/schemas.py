@@ -49,7 +49,6 @@ class LowRankCrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
-    class_scale: Tensor | None = None  # (V,)
 
 
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):

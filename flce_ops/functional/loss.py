@@ -187,13 +187,11 @@ def linear_cross_entropy(
             loss and linear_bias's gradient stay exact. Not in float16; see docs/numerics.md.
         gradient_mode: what happens to an entry g below the threshold. "unbiased": with probability |g| / threshold the
             entry becomes the threshold with g's sign, otherwise 0, so gradients have the right mean and some noise.
-            "drop": 0. "tiles": a tile of 128 tokens by 128 classes becomes 0 if all of its entries are below the
-            threshold and none of its tokens has its target there (Cut Cross-Entropy's filter, whose threshold is
-            2^-12).
+            "drop": 0.
         gradient_seed: 0-d int64 tensor on input's device, for "unbiased": the same seed keeps the same entries. Pass
             another seed in every step, and on every rank that has other tokens (DTensors do that here).
         gradient_sparse: "input" or "linear_weight" if only the gradient of that one is to be sparse.
-        gradient_class_order: (V,) int64, a permutation of the classes, in whose order blocks and tiles are formed.
+        gradient_class_order: (V,) int64, a permutation of the classes, in whose order blocks of classes are formed.
             Frequent classes first is a good order, and tokenizers that merge number them so already. Costs a copy of
             linear_weight and of its gradient.
         batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other

@@ -58,9 +58,7 @@ class Operands(NamedTuple):
 
 
 class LowRankOperands(NamedTuple):
-    """Operands whose logits are class_scale (input @ linear_weight.T + low_rank_input @ low_rank_weight.T) (+
-    linear_bias).
-    """
+    """Operands whose logits are input @ linear_weight.T + low_rank_input @ low_rank_weight.T (+ linear_bias)."""
 
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
@@ -69,7 +67,6 @@ class LowRankOperands(NamedTuple):
     target: Tensor  # (N,)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,), class weights
-    class_scale: Tensor | None = None  # (V,), DoRA's
 
     @property
     def num_classes(self) -> int:
@@ -84,14 +81,8 @@ class LowRankOperands(NamedTuple):
     def concatenated(self) -> Operands:
         """Operands with the same logits from a single matrix product. This costs a copy of linear_weight."""
         input = torch.cat([self.input, self.low_rank_input], -1)
-        linear_weight = self.unscaled_weight
-        if self.class_scale is not None:
-            linear_weight = (linear_weight * self.class_scale[:, None]).to(linear_weight.dtype)
+        linear_weight = torch.cat([self.linear_weight, self.low_rank_weight], 1)
         return Operands(input, linear_weight, self.target, self.linear_bias, self.weight)
-
-    @property
-    def unscaled_weight(self) -> Tensor:  # (V, D + r)
-        return torch.cat([self.linear_weight, self.low_rank_weight], 1)
 
 
 class LogitOperands(NamedTuple):

@@ -5,10 +5,6 @@ q_ij with the threshold, q being the target's distribution, for any token weight
 
     "unbiased"    if |G_ij| >= h_i: unchanged     else sign(G_ij) h_i with probability |G_ij| / h_i, or 0
     "drop"        if |G_ij| >= h_i: unchanged     else 0
-    "tiles"       a tile becomes 0 if all its |G_ij| < h_i and no token has its target in it; else unchanged
-
-A tile is LIVE consecutive valid tokens by LIVE classes, as in Cut Cross-Entropy's filter (Wijmans et al., 2024), whose
-threshold is 2^-12.
 
 Over seeds, "unbiased" has the mean G. An entry below h_i has the variance |G_ij| (h_i - |G_ij|). One random number
 decides for all classes of a tile, TILE classes of a row (systematic sampling). With u uniform in [0, 1):
@@ -40,11 +36,10 @@ from torch import Tensor
 # N tokens, n rows, V vocabulary, T tiles along it
 
 TILE = 2048  # classes that share a random number
-LIVE = 128  # tokens and classes of a tile in the mode "tiles"
 BITS = 26  # fraction bits of q; a sum of sixteen q fits an int32
 ONE = 1 << BITS
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: spreads neighbouring numbers before they are mixed
-Mode = Literal["unbiased", "drop", "tiles"]
+Mode = Literal["unbiased", "drop"]
 Operand = Literal["both", "input", "linear_weight"]  # which gradients use only the kept entries
 MODES, OPERANDS = get_args(Mode), get_args(Operand)
 
@@ -118,23 +113,6 @@ def uniforms(seed: Tensor, token: Tensor, tiles: range) -> tuple[Tensor, Tensor]
     key = mix(key ^ (seed >> 32 & 0xFFFFFFFF))
     u = mix((key[:, None] + tile * GOLDEN) & 0xFFFFFFFF)
     return u >> 32 - BITS, (mix(u ^ GOLDEN) >> 8).float() * 2.0**-24
-
-
-def keep_tiles(
-    grad_logits: Tensor,  # (n, V), in place: whole tiles of rows, except the last
-    slope: Tensor,  # (n,), l s
-    column: Tensor,  # (n, 1) int64, the target's
-    threshold: float,
-) -> None:
-    n, num_classes = grad_logits.shape
-    some = grad_logits != 0.0  # False for a token without a gradient
-    live = some & ~(grad_logits.abs() < slope.abs()[:, None] * threshold)  # nan counts as live
-    live.scatter_(1, column, some.gather(1, column))
-    down, across = -(-n // LIVE), -(-num_classes // LIVE)
-    live = torch.nn.functional.pad(live, (0, across * LIVE - num_classes, 0, down * LIVE - n))
-    live = live.view(down, LIVE, across, LIVE).any(3).any(1)
-    live = live.repeat_interleave(LIVE, 0)[:n].repeat_interleave(LIVE, 1)[:, :num_classes]
-    grad_logits.masked_fill_(~live, 0.0)
 
 
 def keep_entries(

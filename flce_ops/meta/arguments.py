@@ -34,7 +34,7 @@ from .results import (
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
-LowRankMask = Annotated[list[bool], "bool[5]"]  # input, low_rank_input, low_rank_weight, linear_bias, class_scale
+LowRankMask = Annotated[list[bool], "bool[4]"]  # input, low_rank_input, low_rank_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 GRADIENTS = gradients("input", "linear_weight", "linear_bias")
@@ -127,7 +127,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
 
 class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_low_rank_with_grad"
-    results = (*LOSSES, *gradients("input", "low_rank_input", "low_rank_weight", "linear_bias", "class_scale"))
+    results = (*LOSSES, *gradients("input", "low_rank_input", "low_rank_weight", "linear_bias"))
     constants = ("linear_weight",)
 
     operands: LowRankOperands

@@ -113,21 +113,17 @@ def check_head(op: str, call: Any) -> None:
 
 
 def check_pair(op: str, call: Any) -> None:
-    input, linear_weight, low_rank_input, low_rank_weight, *_, class_scale = call.operands
+    input, linear_weight, low_rank_input, low_rank_weight, *_ = call.operands
     pair = {"low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}
     check_operands(op, call.operands.head)
-    check_dense(op, **pair, class_scale=class_scale)
+    check_dense(op, **pair)
     for (name, tensor), of in zip(pair.items(), (input, linear_weight)):
         if tensor.dim() != 2 or tensor.shape[0] != of.shape[0]:
             raise ValueError(f"{op}: expected {name} of shape ({of.shape[0]}, r), got {tuple(tensor.shape)}")
         if tensor.dtype != input.dtype:
             raise TypeError(f"{op}: expected {name} in input's dtype {input.dtype}, got {tensor.dtype}")
     check_linear(op, low_rank_input, low_rank_weight, None, ("low_rank_input", "low_rank_weight", ""))
-    if class_scale is not None:
-        check_per_class(op, "class_scale", class_scale, linear_weight.shape[0])
-    check_device(op, input, **pair, class_scale=class_scale)
-    if call.output_mask[4] and class_scale is None:
-        raise ValueError(f"{op}: output_mask asks for the gradient of class_scale, which is not given")
+    check_device(op, input, **pair)
 
 
 def check_logits(op: str, call: Any) -> None:

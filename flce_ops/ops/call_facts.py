@@ -48,7 +48,6 @@ class CallFacts(NamedTuple):
     vocabulary_dimensions: int = 0  # mesh dimensions that shard the vocabulary
     rank_without_classes: bool = False
     trains_weight: bool = False  # with a low-rank pair: linear_weight gets a gradient
-    class_scale: bool = False  # with a low-rank pair: there is a class scale
     topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
@@ -63,7 +62,7 @@ def facts_of(call: Any) -> CallFacts:
         return kl_div_facts(operands, call.options)
     first = operands[0]
     options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    options |= {"topk": operands.target.dim() == 2, "class_scale": getattr(operands, "class_scale", None) is not None}
+    options["topk"] = operands.target.dim() == 2
     if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
@@ -91,9 +90,9 @@ def loss_facts(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
 
 def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
     """The facts of a scalar loss of a head with a low-rank pair."""
-    input, linear_weight, pair_input, pair_weight, _, linear_bias, _, class_scale = operands
-    known |= {"trains_weight": needs_gradient(linear_weight), "class_scale": class_scale is not None}
-    leaves = (input, pair_input, pair_weight, linear_bias, class_scale)
+    input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
+    known["trains_weight"] = needs_gradient(linear_weight)
+    leaves = (input, pair_input, pair_weight, linear_bias)
     return CallFacts(device_type(input), input.dtype, **around(*leaves), **known)
 
 

@@ -30,7 +30,7 @@ def flops(call: Any) -> int:
     if isinstance(call, DoubleBackward):  # logits, S @ W and S.T @ X; H and two more products for each cotangent
         return logits * (3 + 2 * sum(grad is not None for grad in call.grad_grads[:2]))
     if isinstance(call, LowRankWithGrad):  # the head is frozen
-        want_input, *of_pair, _, _ = call.output_mask
+        want_input, *of_pair, _ = call.output_mask
         pair = product(operands.low_rank_input, operands.low_rank_weight)
         return logits * (1 + want_input) + pair * (1 + sum(of_pair))
     found = logits * (1 + sum(getattr(call, "output_mask", ())[:2]))

@@ -38,7 +38,6 @@ RANK_ONE_IN_TRITON = Condition(  # all ranks must choose the same path, so this 
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
 NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
-UNCAPPED_CLASSES = Condition("no class_scale under a softcap", lambda s: not (s.class_scale and s.softcap))
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0. The loss is exactly 0 only if the target's logit and lse come from one
 # product, as in ATen.
@@ -180,7 +179,7 @@ KERNELS = {
         ".with_grad:vocab_parallel_with_grad",
     ),
     "linear_cross_entropy_low_rank_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16, NOT_SMOOTHED, UNCAPPED_CLASSES),
+        (*TRITON, NOT_FLOAT16, NOT_SMOOTHED),
         ".steps.low_rank_with_grad:launch_low_rank_with_grad",
         ".low_rank:low_rank_with_grad",
     ),

@@ -148,27 +148,19 @@ def rows_of_policy(call: RowLossWithGrad, operands: Operands, valid: Tensor, fou
 
 def concatenated(call: LowRankWithGrad) -> WithGrad:
     """The same loss as a call of the ordinary operator."""
-    want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
-    output_mask = [want_input or want_pair_input, want_pair_weight or want_scale, want_bias]
+    want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
+    output_mask = [want_input or want_pair_input, want_pair_weight, want_bias]
     return WithGrad.like(call, operands=call.operands.concatenated, output_mask=output_mask)
 
 
 def of_pair(call: LowRankWithGrad, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The pair's five gradients, from the three of `concatenated`."""
+    """The pair's four gradients, from the three of `concatenated`."""
     (of_input, of_weight, of_bias), hidden = gradients, call.operands.input.shape[1]
-    want_input, want_pair_input, want_pair_weight, _, want_scale = call.output_mask
+    want_input, want_pair_input, want_pair_weight, _ = call.output_mask
     nothing = of_bias.new_empty(0)
-    of_scale, scale = nothing, call.operands.class_scale
-    if scale is not None:
-        of_scale = of_scale.to(scale.dtype)
-        if want_scale:
-            of_scale = (of_weight * call.operands.unscaled_weight).sum(1, dtype=scale.dtype)
-        if want_pair_weight:
-            of_weight = (of_weight * scale[:, None]).to(of_weight.dtype)
     return [
         of_input[:, :hidden] if want_input else nothing,
         of_input[:, hidden:] if want_pair_input else nothing,
         of_weight[:, hidden:] if want_pair_weight else nothing,
         of_bias,
-        of_scale,
     ]

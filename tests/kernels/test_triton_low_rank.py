@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat1
 UNSMOOTHED = [{key: value for key, value in options.items() if key != "label_smoothing"} for options in OPTIONS[:4]]
 
 
-def launched(call, mask=(True, True, True, True, False)):
+def launched(call, mask=(True, True, True, True)):
     """Returns the loss and the requested gradients, for a mean or a sum over the tokens."""
     options = dict(call.options)
     weight, reduction = options.pop("weight", None), options.pop("reduction", "mean")
@@ -31,7 +31,7 @@ def launched(call, mask=(True, True, True, True, False)):
         scale = valid.float()
     elif normalizer is None:
         denominator = valid.sum(dtype=torch.float32)
-    operands = [None if value is None else value.detach() for value in (*call.args, weight, call.class_scale)]
+    operands = [None if value is None else value.detach() for value in (*call.args, weight)]
     found = launch_low_rank_with_grad(*operands, scale, denominator, **numbers, output_mask=list(mask))
     assert LowRankWithGrad.index["low_rank_input"] == 2
     return [found[0], *(grad for grad, wanted in zip(found[2:], mask) if wanted)]
@@ -52,19 +52,19 @@ def test_loss_and_gradients_are_those_of_float64(shape, rank, options, poisoned_
         for rows in (call.input, call.pair_input):
             rows[call.target == -100] = torch.nan
     with flce_ops.workspace(1 if shape[0] == 300 else 512 << 20):
-        found = launched(call, [True, True, True, call.linear_bias is not None, call.class_scale is not None])
+        found = launched(call, [True, True, True, call.linear_bias is not None])
     for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
         assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-7, name
 
 
 @pytest.mark.parametrize(
     "mask",
-    [(True, False, False, False, False), (False, True, True, False, False), (False, False, False, True, True)],
-    ids=["x", "the pair", "bias and scale"],
+    [(True, False, False, False), (False, True, True, False), (False, False, False, True)],
+    ids=["x", "the pair", "bias"],
 )
 def test_only_the_gradients_asked_for(mask, poisoned_memory):
-    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True})
-    every = launched(call, [True] * 5)
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu")
+    every = launched(call, [True] * 4)
     some = launched(call, mask)
     assert torch.equal(some[0], every[0])
     wanted = [grad for grad, want in zip(every[1:], mask) if want]
@@ -74,35 +74,17 @@ def test_only_the_gradients_asked_for(mask, poisoned_memory):
 
 def test_rows_whose_target_is_unlikely_are_rescued(poisoned_memory):
     """With losses above 41 nats the largest exp(z - z_y) would exceed float32."""
-    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True})
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu")
     with torch.no_grad():
         call.pair_input *= 100
-        call.class_scale.abs_().add_(0.5)
     exact, plain = results(call.in_dtype(torch.float64), Call.dense), results(call, Call.dense)
     assert exact[0] > 60
-    for name, ours, theirs, truth in zip(("loss", *call.names), launched(call, [True] * 5), plain, exact, strict=True):
+    for name, ours, theirs, truth in zip(("loss", *call.names), launched(call, [True] * 4), plain, exact, strict=True):
         assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-6, name
 
 
-def test_classes_of_a_small_scale_or_none(poisoned_memory):
-    """The logits of these classes cannot be computed from the operands of the GEMMs."""
-    call = Call(
-        (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"class_scale": True, "logit_scale": 0.7}
-    )
-    with torch.no_grad():
-        call.class_scale += 0.5
-        call.class_scale[1:130:9] *= torch.logspace(-12, -1, 15, device=call.class_scale.device)
-        call.class_scale[5:9] = 0.0
-    exact, plain = results(call.in_dtype(torch.float64), Call.dense), results(call, Call.dense)
-    for name, ours, theirs, truth in zip(("loss", *call.names), launched(call, [True] * 5), plain, exact, strict=True):
-        assert error(ours, truth) <= 2 * error(theirs, truth) + 5e-7, name
-        assert name != "class_scale" or error(ours[5:9], truth[5:9]) <= 2 * error(theirs[5:9], truth[5:9]) + 5e-7
-
-
 def test_no_token_at_all_counts(poisoned_memory):
-    call = Call(
-        (37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"reduction": "sum", "class_scale": True}
-    )
+    call = Call((37, 24, 131), 16, DTYPE, "cuda" if ON_GPU else "cpu", options={"reduction": "sum"})
     call.target.fill_(-100)
-    found = launched(call, [True] * 5)
+    found = launched(call, [True] * 4)
     assert all(torch.equal(value, torch.zeros_like(value)) for value in found)

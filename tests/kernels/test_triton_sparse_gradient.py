@@ -17,9 +17,8 @@ from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
-from flce_ops.triton.sparse.live_tiles import compared_rows
 from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, lists_may_pay
+from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, compared_rows, lists_may_pay
 from flce_ops.triton.steps import backward, with_grad
 from flce_ops.triton.steps.chunks import slices
 
@@ -169,15 +168,12 @@ def test_a_step_agrees_with_the_aten_path(mode, bias, short_lists, poisoned_memo
 CAPPED = {"softcap": torch.tensor(1.5), "logit_scale": torch.tensor(-0.7)}
 
 
-@pytest.mark.parametrize(
-    "of, dense, mode", [("input", 3, "unbiased"), ("linear_weight", 2, "drop"), ("input", 3, "tiles")]
-)
+@pytest.mark.parametrize("of, dense, mode", [("input", 3, "unbiased"), ("linear_weight", 2, "drop")])
 def test_a_gradient_that_is_not_chosen_is_made_by_gemms(of, dense, mode, short_lists, poisoned_memory):
-    made = inputs.make_inputs((15, 35, 200 if mode == "tiles" else 67), bias=True, requires_grad=False)
-    # with a softcap of 1.5, the probabilities in a tile without targets are below 1/8
+    made = inputs.make_inputs((15, 35, 67), bias=True, requires_grad=False)
     made.target[made.target >= 0] %= 60
     args = (*made.args, None, torch.rand(15), None)
-    chosen = options(2.0**-3 if mode == "tiles" else 2.0**-4, mode, of=of) | {"output_mask": [True] * 3} | CAPPED
+    chosen = options(2.0**-4, mode, of=of) | {"output_mask": [True] * 3} | CAPPED
     found, both = launch_with_grad(*args, **chosen), launch_with_grad(*args, **chosen | {"gradient_sparse": "both"})
     exact = launch_with_grad(*args, output_mask=[True] * 3, **CAPPED)
     for index, (ours, lists, gemms) in enumerate(zip(found, both, exact)):
@@ -315,21 +311,6 @@ def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, po
     assert 0 < valid_tokens.sum() < valid_tokens.numel() // 2
 
 
-@pytest.mark.parametrize("rows", [200, 128], ids=["one chunk", "several"])
-def test_live_tiles_are_those_of_the_aten_path(rows, monkeypatch, poisoned_memory):
-    made = two_kinds_of_classes(200, 8, 300, 128)
-    made.target[:190] = torch.where(made.target[:190] == -100, -100, made.target[:190] % 128)
-    args, mask = (*made.args, None, None), {"output_mask": [True, True, False]}
-    chosen = options(2.0**-8, "tiles")
-    monkeypatch.setattr("flce_ops.triton.steps.chunking.Problem.chunks", lambda self, _: (0, slices(self.tokens, rows)))
-    found = launch_with_grad(*args, **mask, **chosen)
-    expected = aten.with_grad(*args, **mask, **chosen)
-    exact = launch_with_grad(*args, **mask)
-    for ours, truth in zip(found, expected, strict=True):
-        assert error(ours, truth) < 1e-5
-    assert error(found[2], exact[2]) > 1e-3 and error(found[3][128:], exact[3][128:]) > 1e-3
-
-
 class OtherOperations(TorchDispatchMode):
     """The ATen operations of a step, except those for memory and views. copy_ and set_ come from the interpreter."""
 
@@ -344,7 +325,7 @@ class OtherOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["unbiased", "drop", "tiles"])
+@pytest.mark.parametrize("mode", ["unbiased", "drop"])
 def test_sparse_steps_can_be_repeated_from_a_recording(mode, monkeypatch):
     """A view that replay.py did not know made the host launch each kernel separately: 1.6 instead of 1.15 ms at
     8192x1024x50304.

@@ -36,11 +36,11 @@ def rows_of_lists(lists, start):
 )
 @pytest.mark.parametrize("has_dense", [False, True], ids=["lists", "and dense"])
 def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, poisoned_memory):
+    from flce_ops.triton.gemm.class_blocks import LIVE
     from flce_ops.triton.rows.finish_rows import FinishedRows
     from flce_ops.triton.rows.valid_tokens import compact_tokens
-    from flce_ops.triton.sparse.live_tiles import LIVE, compared_rows
     from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
-    from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses
+    from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, compared_rows
 
     if has_dense and mode == "drop":
         pytest.skip("what is dropped has no dense classes")

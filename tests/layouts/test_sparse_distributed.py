@@ -141,8 +141,6 @@ def refused(device):
         flce_ops.linear_policy_loss(
             *placed.args[:3], torch.ones_like(inputs.target, dtype=torch.float32), **sparse(device=device)
         )
-    with pytest.raises(NotImplementedError, match="of mode 'tiles' over a sharded vocabulary"):
-        flce_ops.linear_cross_entropy(*placed.args, **sparse("tiles", device=device))
     with pytest.raises(NotImplementedError, match="of DTensors with gradient_class_order"):
         flce_ops.linear_cross_entropy(
             *placed.args, gradient_class_order=torch.arange(37, device=device), **sparse(device=device)

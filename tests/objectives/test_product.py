@@ -76,10 +76,8 @@ SINKS = {
 }
 REFUSED = {
     "linear_cross_entropy": {
-        ("K classes", "sparse, tiles"),
         *(("probabilities", sink) for sink in ("main_grad", *(f"sparse, {mode}" for mode in MODES))),
     },
-    "linear_log_probs": {("topk", "sparse, tiles")},
     "cross_entropy": {
         (name, s) for name in ("K classes", "probabilities") for s in [*list(SINKS)[:2], "over the logits"]
     },
@@ -115,8 +113,6 @@ INERT = {
     ("beta", "tv divergence"),
     ("beta", "nla divergence"),
     ("gradient_class_order", "drop"),
-    ("gradient_class_order", "tiles"),
-    ("gradient_sparse", "tiles"),  # one tile holds all classes, and so a target
 }
 
 
@@ -220,7 +216,6 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         if "low_rank_input" in left:
             input = torch.cat([input, take("low_rank_input")], -1)
             weight = torch.cat([weight, take("low_rank_weight")], -1)
-            weight = weight * take("class_scale", torch.ones(1))[:, None]
         z = dense_logits(input, weight, bias, logit_scale=scale, **logit_options)[..., :vocab]
     support, allowed = take("support", None), torch.ones_like(z, dtype=torch.bool)
     if support is not None:

@@ -26,7 +26,6 @@ def arguments(features: tuple[str, ...]) -> dict:
         "topk": {"target": torch.zeros(N, 2, dtype=torch.int64), "target_weight": torch.ones(N, 2)},
         "main_grad": {"main_grad": torch.zeros(V, D)},
         "sparse gradient": {"gradient_threshold": 1e-3, "gradient_seed": torch.tensor(5)},
-        "tiles": {"gradient_mode": "tiles"},
         "batch_invariant": {"batch_invariant": True},
         "argmax": {"return_metrics": True},
         "metrics": {"return_metrics": ["lse"]},

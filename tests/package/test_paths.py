@@ -105,7 +105,7 @@ def test_triton_takes_half_operands_and_given_logits_in_float32_too(dtype):
         assert choose(paths, CallFacts("cpu", dtype)).name == "aten", op
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, SMOOTHED_AND_CAPPED, {"class_scale": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, SMOOTHED_AND_CAPPED], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frozen_head_with_a_pair_is_copied_under_transforms_alone(dtype, options):
     """On an NVIDIA GPU, too. Without a copy, the pair has its own operator."""

@@ -25,19 +25,14 @@ from flce_ops.aten.low_rank import low_rank_with_grad
 flce = torch.ops.flce
 entry = flce.linear_cross_entropy_low_rank
 RAGGED, RANK = (37, 35, 131), 3
-LEAVES = ("input", "pair_input", "pair_weight", "linear_bias", "class_scale")
+LEAVES = ("input", "pair_input", "pair_weight", "linear_bias")
 OPTIONS = [
     {},
     {"label_smoothing": 0.1, "weight": True, "reduction": "sum"},
     {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 1e-2, "normalizer": True},
-    {"class_scale": True},
-    {"class_scale": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1},
+    {"softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1},
 ]
 ONE_PASS = "linear_cross_entropy_low_rank_with_grad"
-
-
-def max_dtype(dtype):
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Call:
@@ -45,7 +40,6 @@ class Call:
 
     def __init__(self, shape=RAGGED, rank=RANK, dtype=torch.float32, device="cpu", *, bias=True, options=None):
         options = dict(options or {})
-        scaled = options.pop("class_scale", False)
         made = {name: options.pop(name, False) for name in ("weight", "normalizer")}
         inputs = make_inputs(shape, dtype=dtype, device=device, bias=bias, **made)
         constants = {name: tensor.detach() for name, tensor in inputs.options.items()}
@@ -54,9 +48,6 @@ class Call:
         self.linear_weight.requires_grad_(False)
         pair = torch.randn(shape[0], rank), 0.3 * torch.randn(shape[2], rank)
         self.pair_input, self.pair_weight = (part.to(device, dtype).requires_grad_() for part in pair)
-        self.class_scale = None  # of both signs; in float32 also beside half operands
-        if scaled:
-            self.class_scale = (torch.rand(shape[2], device=device, dtype=max_dtype(dtype)) - 0.3).requires_grad_()
 
     @property
     def names(self):
@@ -80,13 +71,11 @@ class Call:
         return self.input, self.linear_weight, self.pair_input, self.pair_weight, self.target, self.linear_bias
 
     def loss(self, **options):
-        return entry(*self.args, **self.options, **options, class_scale=self.class_scale)
+        return entry(*self.args, **self.options, **options)
 
     def dense(self, **options):
         input = torch.cat([self.input, self.pair_input], -1)
         weight = torch.cat([self.linear_weight, self.pair_weight], 1)
-        if self.class_scale is not None:
-            weight = weight * self.class_scale.to(weight.dtype)[:, None]
         return reference_loss(input, weight, self.target, self.linear_bias, **self.options, **options)
 
 
@@ -133,7 +122,7 @@ def test_nothing_of_the_weights_size_is_made():
     call = Call((16, 64, 600), bias=False)
     operands = [operand if operand is None else operand.detach() for operand in call.args]
     with LargestResult(call) as largest:
-        low_rank_with_grad(*operands, None, None, None, output_mask=[True, True, True, False, False])
+        low_rank_with_grad(*operands, None, None, None, output_mask=[True, True, True, False])
     assert 8 * 600 < largest.numbers <= 16 * 600  # the logits of the valid tokens
     with FlopCounterMode(display=False) as counter:
         call.loss().backward()
@@ -170,7 +159,7 @@ SITUATIONS = {  # how forward is called, and the options
 def test_a_frozen_head_is_not_copied(how):
     """Whether forward makes the gradients, or backward calls the operator again."""
     half = how == "float16"
-    call = Call(dtype=torch.float16 if half else torch.float32, options={"label_smoothing": 0.1, "class_scale": True})
+    call = Call(dtype=torch.float16 if half else torch.float32, options={"label_smoothing": 0.1})
     context, options = SITUATIONS[how]
     options = dict(options)
     weights = [name for name in ("token_weight", "normalizer") if name in options]
@@ -214,7 +203,7 @@ def test_float16_keeps_gradients_that_a_loss_scale_keeps():
 
 
 def test_a_head_that_is_trained_takes_the_pair_as_features():
-    call = Call(options={"class_scale": True})
+    call = Call()
     call.linear_weight.requires_grad_()
     loss = call.loss()
     assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
@@ -228,7 +217,7 @@ def test_a_head_that_is_trained_takes_the_pair_as_features():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_second_derivatives(reduction):
-    call = Call(dtype=torch.float64, options={"label_smoothing": 0.1, "softcap": 5.0, "class_scale": True})
+    call = Call(dtype=torch.float64, options={"label_smoothing": 0.1, "softcap": 5.0})
     call.options["reduction"] = reduction
     directions = [torch.randn_like(leaf) for leaf in call.leaves]
 
@@ -242,13 +231,13 @@ def test_second_derivatives(reduction):
 
 @pytest.mark.parametrize("wanted", [LEAVES, ("pair_weight",), ("input", "pair_input")], ids=str)
 def test_opcheck(device, wanted):
-    call = Call((12, 11, 31), device=device, options={"weight": True, "softcap": 5.0, "class_scale": True})
+    call = Call((12, 11, 31), device=device, options={"weight": True, "softcap": 5.0})
     for name in LEAVES:
         getattr(call, name).requires_grad_(name in wanted)
-    opcheck(entry.default, call.args, call.options | {"class_scale": call.class_scale})
+    opcheck(entry.default, call.args, call.options)
     mask = [name in wanted for name in LEAVES]
     numbers = {"softcap": torch.tensor(5.0, device=device), "label_smoothing": 0.1, "output_mask": mask}
-    values = (*call.args, call.options["weight"], call.class_scale, None)
+    values = (*call.args, call.options["weight"], None)
     opcheck(flce.linear_cross_entropy_low_rank_with_grad.default, values, numbers)
 
 
@@ -289,12 +278,10 @@ def test_a_compiled_checkpoint_calls_the_operator_once_in_backward():
         torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "mask", [[True] * 5, [False, True, True, False, False], [True, False, False, False, True]], ids=str
-)
+@pytest.mark.parametrize("mask", [[True] * 4, [False, True, True, False], [True, False, False, False]], ids=str)
 def test_the_decomposition_is_the_operator(mask):
-    call = Call(dtype=torch.float64, options={"class_scale": True})
-    values = [value if value is None else value.detach() for value in (*call.args, None, call.class_scale, None, None)]
+    call = Call(dtype=torch.float64)
+    values = [value if value is None else value.detach() for value in (*call.args, None, None, None)]
     found = decompositions.low_rank_with_grad(*values, output_mask=mask, label_smoothing=0.1)
     expected = low_rank_with_grad(*values, output_mask=mask, label_smoothing=0.1)
     for ours, truth in zip(found, expected, strict=True):
@@ -318,8 +305,6 @@ def test_the_decomposition_is_the_operator(mask):
             ValueError,
             "expected low_rank_weight on the device of input",
         ),
-        ({"class_scale": torch.zeros(130)}, ValueError, r"expected class_scale of shape \(131,\)"),
-        ({"class_scale": torch.zeros(131).long()}, TypeError, "expected class_scale in a floating dtype"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -347,7 +332,7 @@ def test_tokens_may_have_any_shape():
 
 def test_refusals_of_the_operator():
     call = Call()
-    values, numbers = (*call.args, None, None, None, None), {"output_mask": [True] * 4 + [False]}
+    values, numbers = (*call.args, None, None, None), {"output_mask": [True] * 4}
     with pytest.raises(ValueError, match=r"low_rank_weight has shape \(131, 4\)"):
         flce.linear_cross_entropy_low_rank_with_grad(*values[:3], torch.zeros(131, 4), *values[4:], **numbers)
     for shape in ((3,), (37,), (36, 3), (37, 3, 1)):
@@ -359,30 +344,3 @@ def test_refusals_of_the_operator():
     call.linear_weight.requires_grad_()
     with pytest.raises(NotImplementedError, match="linear_weight gets no gradient here; pass it detached"):
         flce.linear_cross_entropy_low_rank_with_grad(*values, **numbers)
-
-
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 1e-2}], ids=str)
-def test_small_class_scales_take_no_digits_in_float16(options, device):
-    """Without a loss scale, c_j G_ij of a mean is subnormal. Plain torch rounds G, and c_j W_j."""
-    options = options | {"class_scale": True}
-    call = Call((300, 96, 1009), rank=8, dtype=torch.float16, device=device, options=options)
-    with torch.no_grad():
-        call.class_scale.copy_(0.01 + 0.003 * torch.randn(1009))
-    exact = results(call.in_dtype(torch.float64), Call.dense)
-    found, plain = results(call, Call.loss), results(call, Call.dense)
-    assert flce_ops.last_path().op == ONE_PASS
-    for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
-        # 0.9 of plain torch's error is the rounding of the result to subnormal numbers; with a subnormal G, errors are
-        # 9 times plain torch's
-        assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6, name
-
-
-def test_a_sum_over_many_tokens_of_small_class_scales_does_not_overflow_float16():
-    """The scale that makes up for small class scales takes the row scales of a sum into account."""
-    call = Call((6000, 16, 31), rank=4, dtype=torch.float16, options={"class_scale": True, "reduction": "sum"})
-    with torch.no_grad():
-        call.class_scale.fill_(2.0**-10)
-    exact = results(call.in_dtype(torch.float64), Call.dense)
-    found, plain = results(call, Call.loss), results(call, Call.dense)
-    for name, ours, theirs, truth in zip(("loss", *call.names), found, plain, exact, strict=True):
-        assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6, name

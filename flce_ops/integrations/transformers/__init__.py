@@ -13,7 +13,7 @@ After that, the operator computes `model(input_ids, labels=labels).loss`. Withou
     cross_entropy_call.py     for a forward that calls a cross-entropy itself
     head.py                   an lm_head whose forward takes targets; refuses heads that it would get wrong
     transform_head.py         a head that ends in a linear layer
-    lora_head.py, dora.py     a head with PEFT's adapters; DoRA's scale of each class
+    lora_head.py              a head with PEFT's adapters
     instance_forward.py       replaces and restores the forward of one module
     output_hooks.py           finds hooks that need the logits
     no_logits.py              the object that replaces the logits in an output

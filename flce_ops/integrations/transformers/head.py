@@ -157,7 +157,7 @@ def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
     advice = "leave the model unpatched"
     if hasattr(head, "base_layer"):
         why = f" ({why_not_a_pair(head)})" if is_lora(head) else ""
-        advice = "leave the head out of the adapter's target_modules, or train it whole through modules_to_save"
+        advice = "merge the adapter, leave the head out of its target_modules or train it in modules_to_save"
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     raise NotImplementedError(
         f"{model_name}: expected its output embedding to be a plain nn.Linear, got {kind}, whose result is not "

@@ -3,8 +3,7 @@
     logits = base_layer(x) + sum over active adapters of scaling (B A dropout(x) + bias of B)
 
 The loss takes the adapters as they are, with B (V, r) beside the head's weight (flce_ops/entry/low_rank.py). B A, which
-has the weight's size, is not made. DoRA also scales the logits of each class (dora.py). PEFT's other adapters change
-the weight itself or read the logits.
+has the weight's size, is not made. PEFT's other adapters, DoRA among them, change the weight itself or read the logits.
 """
 
 import sys
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from ..._ops import ops
 from ...math.options import normalizer_tensor
-from .dora import class_scale, is_dora, why_not_a_scale
 
 # B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
 
@@ -23,7 +21,6 @@ from .dora import class_scale, is_dora, why_not_a_scale
 class AdapterPair(NamedTuple):
     input: Tensor  # (B, T, r)
     weight: Tensor  # (V, r)
-    class_scale: Tensor | None = None  # (V,)
 
 
 def is_lora(head: nn.Module) -> bool:
@@ -33,16 +30,10 @@ def is_lora(head: nn.Module) -> bool:
 
 
 def why_not_a_pair(head: Any) -> str | None:
-    """Why an adapter of the head cannot be used as a low-rank pair; None if all can."""
-    active = active_adapters(head)
-    for adapter in head.lora_A:
-        variant = head.lora_variant[adapter] if adapter in head.lora_variant else None
-        if is_dora(variant):
-            why = why_not_a_scale(head, adapter, active)
-            if why is not None:
-                return why
-        elif variant is not None:
-            return f"a {type(variant).__name__.removesuffix('LinearVariant')} adapter"
+    """Why an active adapter of the head cannot be used as a low-rank pair; None if all can."""
+    for adapter in active_adapters(head):
+        if adapter in head.lora_variant:
+            return f"a {type(head.lora_variant[adapter]).__name__.removesuffix('LinearVariant')} adapter"
     return None
 
 
@@ -73,8 +64,6 @@ def lora_or_loss(self: Any, input: Tensor, *args: Any, target: Tensor | None = N
             biases.append(up.bias * self.scaling[adapter])
     several = len(adapters) > 1  # a single weight is not concatenated, so that a sharded one is refused by its shape
     pair = AdapterPair(torch.cat(parts, -1), torch.cat(weights, 1)) if several else AdapterPair(parts[0], weights[0])
-    if adapters[0] in self.lora_variant:  # DoRA, the only active adapter
-        pair = pair._replace(class_scale=class_scale(self, adapters[0]))
     if biases:
         given = options.get("logits_bias")
         options["logits_bias"] = sum(biases if given is None else [given.flatten(), *biases])
@@ -103,7 +92,6 @@ def loss_of_pair(
         pair.weight,
         target,
         linear_bias,
-        class_scale=pair.class_scale,
         normalizer=normalizer,
         **options,
     )

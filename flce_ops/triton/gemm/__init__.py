@@ -9,6 +9,7 @@ weight_gradient.py       E.T @ (c input), summed over chunks
     transposed_tiles.py  computes the last features in transposed tiles, if they fill at most half a tile
 input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
+class_blocks.py          which blocks of classes they visit
 tma.py                   tensor maps of matrices, for TMA
 device.py, tiles.py      the device; tile shapes
 padded_features.py       a D that is no multiple of 16: copies padded with zeros, if they fit the workspace

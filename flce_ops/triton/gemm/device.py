@@ -47,11 +47,11 @@ def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
     return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
 
 
-def input_tiles_for(linear_weight: Tensor, *, live: bool = False) -> Tiles:
-    """With `live`, the tiles of a GEMM that multiplies only live blocks (sparse/live_tiles.py): at most 128 rows."""
+def input_tiles_for(linear_weight: Tensor, *, some_classes: bool = False) -> Tiles:
+    """With `some_classes`, the tiles of a GEMM that visits only some blocks of classes: at most 128 rows."""
     columns = linear_weight.shape[1]
-    hopper = "hopper" if live or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
-    if columns <= 64 and not live:
+    hopper = "hopper" if some_classes or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
+    if columns <= 64 and not some_classes:
         hopper = "hopper, at most 64 columns"
     return tiles_in(INPUT_TILES, linear_weight, hopper, takes_tma(linear_weight))
 

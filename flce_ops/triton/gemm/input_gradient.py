@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .device import input_tiles_for, multiprocessors
 from .split_k import splits_of, steps_of_range
 from .tma import descriptors, fits_tma, load_tile, matrix_of, store_tile
@@ -78,7 +78,7 @@ def input_gradient_kernel(
     out,  # (n, D) out
     finish,  # Finish
     valid_tokens,  # ValidTokens
-    live,  # Steps
+    blocks,  # ClassBlocks
     n,
     D,
     v,
@@ -111,14 +111,14 @@ def input_gradient_kernel(
         row_mask = rows < count
         col_mask = cols < D
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total = number_of_steps(live, row_start, depth, BLOCK_K)
+        total = number_of_steps(blocks, depth, BLOCK_K)
         if STEPS > 0:
             steps = STEPS
         else:
             steps = tl.cdiv(total, splits)
-        step = step_at(live, row_start, min(split * steps, total), BLOCK_K)
+        step = step_at(blocks, min(split * steps, total), BLOCK_K)
         for k in range(split * steps, min(split * steps + steps, total)):
-            if live.number is None:
+            if blocks.number is None:
                 step = k
             if USE_TMA:
                 a = exponentials.load([row_start, step * BLOCK_K])
@@ -128,8 +128,8 @@ def input_gradient_kernel(
                 a = load_tile(exponentials, rows, ks, row_mask, ks < v)
                 b = load_tile(classes, ks, cols, ks < v, col_mask)
             acc = tl.dot(a, b, acc)
-            if live.number is not None:
-                step = step_at(live, row_start, k + 1, BLOCK_K)
+            if blocks.number is not None:
+                step = step_at(blocks, k + 1, BLOCK_K)
         if WHOLE and splits == 1:
             grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight)
             store_tile(out, grad, rows, cols, row_mask, col_mask)
@@ -193,7 +193,7 @@ class InputGradient:
     valid_tokens: ValidTokens
     columns: list[slice]  # of the slices
     product: Tensor  # flat float32 memory; with several slices at least n D numbers
-    live: Steps = EVERY_STEP  # of one slice
+    blocks: ClassBlocks = EVERY_BLOCK  # of one slice
     by_ranges: bool = False  # batch_invariant: `columns` is one slice, or one slice for each range (split_k.py)
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class InputGradient:
         assert self.whole or self.product.shape[0] >= self.out.numel()
         self.whole_weight = matrix_of(self.linear_weight)
         self.programs = multiprocessors(self.out)
-        self.tiles = input_tiles_for(self.linear_weight, live=self.live.number is not None)
+        self.tiles = input_tiles_for(self.linear_weight, some_classes=self.blocks.number is not None)
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
         self.numbers = min(self.product.shape[0], 2**31 - 1)
         self.steps = steps_of_range(self.tiles) if self.by_ranges else 0
@@ -223,7 +223,7 @@ class InputGradient:
             matrix_of(self.out),
             self.finish,
             self.valid_tokens,
-            self.live,
+            self.blocks,
             *self.out.shape,
             classes.shape[0],
             self.numbers,

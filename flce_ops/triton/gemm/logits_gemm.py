@@ -99,7 +99,6 @@ def logits_gemm_kernel(
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
     pair_input_ptr,  # (n, r): tensor descriptor with USE_TMA, else a pointer; None without a pair
     pair_weight_ptr,  # (V, r)
-    class_scale_ptr,  # (V,) float32; multiplies the products and the stored result; None for 1
     guard_ptr,  # () int32, largest row sum of an earlier pass; the kernel runs only if it is too large; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
@@ -157,9 +156,6 @@ def logits_gemm_kernel(
             acc = tl.dot(a, b.T, acc)
         if RANK > 0 and not USE_TMA:
             acc = add_pair_product(acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
-        if class_scale_ptr is not None:
-            class_scale = tl.load(class_scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
-            acc = acc * class_scale
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -177,8 +173,6 @@ def logits_gemm_kernel(
                 result = to_fixed_point(result)
             elif SLOPED:
                 result = result * dz_du
-            if class_scale_ptr is not None:
-                result = result * class_scale
             if USE_TMA:
                 rounded = result.to(out.dtype)
                 if STORE_HALVES:
@@ -226,7 +220,6 @@ def launch_logits_gemm(
         numbers_in_kernel(logit_options),
         epilogue,
         *matrices[3:],
-        pair.class_scale,
         guard,
         valid_tokens,
         n,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from ..sparse.live_tiles import LIVE, Steps, number_of_steps, step_at
+from .class_blocks import LIVE, ClassBlocks, number_of_steps
 from .device import multiprocessors
 from .sum_scales import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
 from .tiles import Tiles
@@ -38,8 +38,7 @@ def overflow_rows_kernel(
     exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks a row
     guard_ptr,  # () int32, nonzero if any row is marked
     valid_tokens,  # ValidTokens
-    blocks,  # Steps, the blocks of classes to visit
-    live,  # Steps, the blocks of tokens to multiply
+    blocks,  # ClassBlocks
     n,
     D,
     V,
@@ -55,7 +54,7 @@ def overflow_rows_kernel(
     feature_blocks = tl.cdiv(D, BLOCK_N)
     feature_block = tl.program_id(0) % feature_blocks
     stride = tl.num_programs(0) // feature_blocks
-    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
+    class_blocks = number_of_steps(blocks, tl.cdiv(V, BLOCK_M), BLOCK_M)
     end = tl.where(tl.load(guard_ptr) > 0, class_blocks, 0)
     depth = tl.cdiv(valid_rows(valid_tokens, n), BLOCK_K)
     exponent_ptr += feature_block.to(tl.int64) * stride_exponent
@@ -78,15 +77,10 @@ def overflow_rows_kernel(
                     scales = tl.load(unit_places, mask=(classes < V)[:, None], other=0).to(tl.int32)
                     mask = (scales & 1) > 0
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    step = step_at(live, class_start, 0, BLOCK_K)
-                    for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
-                        if live.number is None:
-                            step = k
-                        a = exponentials_map.load([step * BLOCK_K, class_start])
-                        b = rows_map.load([step * BLOCK_K, feature_block * BLOCK_N])
+                    for k in range(depth):
+                        a = exponentials_map.load([k * BLOCK_K, class_start])
+                        b = rows_map.load([k * BLOCK_K, feature_block * BLOCK_N])
                         acc = tl.dot(a.T, b, acc)
-                        if live.number is not None:
-                            step = step_at(live, class_start, k + 1, BLOCK_K)
                     places = sum_ptr + classes.to(tl.int64)[:, None] * stride_sum_v + features[None, :]
                     of_sum = mask & (features < D)[None, :]
                     acc += power_of_two(scales & -2) * tl.load(places, mask=of_sum, other=0.0).to(tl.float32)
@@ -101,8 +95,7 @@ def launch_overflow_rows(
     rows: Tensor,  # (n, D)
     valid_tokens: ValidTokens,
     *,
-    blocks: Steps,
-    live: Steps,
+    blocks: ClassBlocks,
     tiles: Tiles,
 ) -> None:
     (n, num_classes), hidden = exponentials.shape, rows.shape[1]
@@ -114,7 +107,6 @@ def launch_overflow_rows(
         *total,
         valid_tokens,
         blocks,
-        live,
         n,
         hidden,
         num_classes,

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from ..sparse.live_tiles import EVERY_STEP, Steps, number_of_steps, step_at
+from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from .overflow_rows import launch_overflow_rows
 from .sum_scales import (
@@ -82,8 +82,7 @@ def weight_gradient_kernel(
     guard_ptr,  # () int32, nonzero if any row is marked
     outer,  # Outer: (V,) and (D,) vectors whose outer product the first chunk adds
     valid_tokens,  # ValidTokens
-    blocks,  # Steps, the blocks of classes to visit
-    live,  # Steps, the blocks of tokens to multiply
+    blocks,  # ClassBlocks
     n,
     D,
     V,
@@ -109,7 +108,7 @@ def weight_gradient_kernel(
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
     count = valid_rows(valid_tokens, n)
-    class_blocks = number_of_steps(blocks, 0, tl.cdiv(V, BLOCK_M), BLOCK_M)
+    class_blocks = number_of_steps(blocks, tl.cdiv(V, BLOCK_M), BLOCK_M)
     feature_blocks = tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
@@ -127,7 +126,7 @@ def weight_gradient_kernel(
             tl.store(guard_ptr, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         class_block, feature_block = block_of_tile(tile, class_blocks, feature_blocks, GROUP)
-        class_start = step_at(blocks, 0, class_block, BLOCK_M) * BLOCK_M
+        class_start = step_at(blocks, class_block, BLOCK_M) * BLOCK_M
         feature_start = feature_block * BLOCK_N
         classes = class_start + tl.arange(0, BLOCK_M)
         features = feature_start + tl.arange(0, BLOCK_N)
@@ -136,20 +135,15 @@ def weight_gradient_kernel(
             exponent_places = exponent_ptr + feature_block.to(tl.int64) * stride_exponent + classes
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        step = step_at(live, class_start, 0, BLOCK_K)
-        for k in range(number_of_steps(live, class_start, depth, BLOCK_K)):
-            if live.number is None:
-                step = k
+        for k in range(depth):
             if USE_TMA:
-                a = exponentials.load([step * BLOCK_K, class_start])
-                b = rows.load([step * BLOCK_K, feature_start])
+                a = exponentials.load([k * BLOCK_K, class_start])
+                b = rows.load([k * BLOCK_K, feature_start])
             else:
-                ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(exponentials, ks, classes, ks < count, class_mask)
                 b = load_tile(rows, ks, features, ks < count, features < D)
             acc = tl.dot(a.T, b, acc)
-            if live.number is not None:
-                step = step_at(live, class_start, k + 1, BLOCK_K)
 
         if FIRST:
             if outer[1] is not None:
@@ -208,7 +202,7 @@ class WeightGradient:
     chunks: int  # the most chunks that the tokens take; 1 with `adds`
     adds: bool = False  # the gradient is added to what `out` holds
     outer: Outer = NO_OUTER
-    blocks: Steps = EVERY_STEP
+    blocks: ClassBlocks = EVERY_BLOCK
 
     def __post_init__(self) -> None:
         out, self.room = self.out, LARGEST_SUM // self.chunks
@@ -228,23 +222,21 @@ class WeightGradient:
         *,
         first: bool,
         last: bool,
-        live: Steps = EVERY_STEP,  # only if `columns` are all classes
     ) -> None:
         first, last = first or self.adds, last or self.adds
-        arguments = columns, exponentials, rows, valid_tokens, live
+        arguments = columns, exponentials, rows, valid_tokens
         if first and not last:
             self.launch(*arguments, first=True, last=True)
         if first or last:
             self.launch(*arguments, first=first, last=last)
             return
-        every = live.number is None and self.blocks.number is None
         added = self.sum.of(columns), exponentials, rows, valid_tokens
-        if every and fits_transposed_tiles(rows, self.tiles):
+        if self.blocks.number is None and fits_transposed_tiles(rows, self.tiles):
             launch_transposed_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
         else:
             self.launch(*arguments)
         if self.tiles.tma:
-            launch_overflow_rows(*added, blocks=self.blocks, live=live, tiles=self.tiles)
+            launch_overflow_rows(*added, blocks=self.blocks, tiles=self.tiles)
 
     def launch(
         self,
@@ -252,7 +244,6 @@ class WeightGradient:
         exponentials: Tensor,
         rows: Tensor,
         valid_tokens: ValidTokens,
-        live: Steps,
         *,
         first: bool = False,
         last: bool = False,
@@ -283,7 +274,6 @@ class WeightGradient:
             outer if first else NO_OUTER,
             valid_tokens,
             self.blocks,
-            live,
             n,
             hidden,
             num_classes,
@@ -297,7 +287,7 @@ class WeightGradient:
             USE_TMA=tiles.tma,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten and live.number is None,
+            FLATTEN=tiles.flatten,
             **tiles.options,
         )
 

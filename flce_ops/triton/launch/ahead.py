@@ -45,7 +45,7 @@ FIRST = 2  # these launch most of the kernels, so they are traced first, in forw
 ENOUGH_LAUNCHES = 300  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
-    *("linear_weight", "linear_bias", "weight", "class_scale", "low_rank_weight", "main_grad"),
+    *("linear_weight", "linear_bias", "weight", "low_rank_weight", "main_grad"),
     *("teacher_weight", "teacher_bias"),
 }
 OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)

@@ -1,7 +1,5 @@
 """sum_i factor_i matrix_ij in float32, in a fixed order: bias gradients, label smoothing, sums over tiles."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -52,19 +50,6 @@ def weighted_column_sum_kernel(
     tl.store(partial_ptr + split.to(tl.int64) * C + cols, tl.sum(acc, 0), mask=cols < C)
 
 
-def sum_over_rows(kernel: Any, matrix: Tensor, *arguments: Any, **options: Any) -> Tensor:  # (C,) float32
-    """Sums in two steps, with enough slices to keep a GPU's memory busy. The second step sums the (S, C) partial sums
-    in the same way.
-    """
-    rows, columns = matrix.shape
-    column_blocks = triton.cdiv(columns, BLOCK_C)
-    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
-    partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
-    sizes, blocks = (rows, columns, triton.cdiv(rows, splits)), {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
-    kernel[(column_blocks, splits)](matrix_of(matrix), partial, *sizes, *arguments, **options, **blocks, num_warps=4)
-    return partial[0] if splits == 1 else weighted_column_sum(partial, None)
-
-
 def weighted_column_sum(
     matrix: Tensor,  # (n, C)
     factor: Tensor | None,  # (n,) float32, in the order of the valid tokens; None for 1
@@ -72,4 +57,24 @@ def weighted_column_sum(
     *,
     gathered: bool = True,  # the rows of the matrix are in the order of the valid tokens
 ) -> Tensor:  # (C,) float32
-    return sum_over_rows(weighted_column_sum_kernel, matrix, factor, valid_tokens, GATHERED=gathered)
+    """Sums in two steps, with enough slices to keep a GPU's memory busy. The second step sums the (S, C) partial sums
+    in the same way.
+    """
+    rows, columns = matrix.shape
+    column_blocks = triton.cdiv(columns, BLOCK_C)
+    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+    partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
+    weighted_column_sum_kernel[(column_blocks, splits)](
+        matrix_of(matrix),
+        partial,
+        rows,
+        columns,
+        triton.cdiv(rows, splits),
+        factor,
+        valid_tokens,
+        GATHERED=gathered,
+        BLOCK_R=BLOCK_R,
+        BLOCK_C=BLOCK_C,
+        num_warps=4,
+    )
+    return partial[0] if splits == 1 else weighted_column_sum(partial, None)

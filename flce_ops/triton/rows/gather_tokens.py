@@ -53,7 +53,7 @@ class AtTarget(NamedTuple):
     """
 
     logit: Tensor  # base 2
-    dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`; with a class scale: that scale
+    dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
     reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
@@ -106,9 +106,6 @@ def gather_tokens_kernel(
         product = tl.sum(acc, 0)
         if pair.weight is not None:
             product += pair_logit(pair, token, column, RANK)
-        if pair.class_scale is not None:
-            class_scale = tl.load(pair.class_scale + column)
-            product *= class_scale
         bias = None
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
@@ -116,9 +113,7 @@ def gather_tokens_kernel(
         z2, dz_du = base2_logits(product, bias, logit_numbers, numbers)
         tl.store(at_target.logit + row, z2)
         tl.store(at_target.reference + row, z2)
-        if pair.class_scale is not None:
-            tl.store(at_target.dz_du + row, class_scale)
-        elif logit_numbers.softcap is not None:
+        if logit_numbers.softcap is not None:
             tl.store(at_target.dz_du + row, dz_du)
         if at_target.logit_sum is not None:
             bias_sum = None
@@ -203,9 +198,7 @@ def launch_gather_targets(
     (n, hidden), block_d = rows.shape, min(1024, triton.next_power_of_2(rows.shape[1]))
     logit, reference = row_vectors(input, 2, n)
     guard = input.new_empty((), dtype=torch.int32)
-    scaled = pair.class_scale is not None
-    assert not (scaled and logit_options.softcap is not None)
-    dz_du = None if logit_options.softcap is None and not scaled else logit.new_empty(logit.shape)
+    dz_du = None if logit_options.softcap is None else logit.new_empty(logit.shape)
     logit_sum = None if class_sum is None else logit.new_empty(logit.shape)
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     column = input.new_empty(n, dtype=torch.int64)

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gemm.class_blocks import LIVE
 from ..launch.replay import Kernel
-from .live_tiles import LIVE
 
 # L lists, D hidden, T rows of the table, P splits at most
 

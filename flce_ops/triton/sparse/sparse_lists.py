@@ -37,11 +37,11 @@ from torch import Tensor
 
 from ...math import sparse_gradient
 from ...math.sparse_gradient import Shard, SparseGradient
+from ..gemm.class_blocks import LIVE
 from ..launch.replay import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
-from .live_tiles import LIVE, ComparedRows
-from .sparse_or_dense import DenseClasses
+from .sparse_or_dense import ComparedRows, DenseClasses
 
 # n rows of a chunk, V vocabulary (of this rank), R room of a row's list
 

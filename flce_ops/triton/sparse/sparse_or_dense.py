@@ -28,10 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.tma import load_tile
+from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ..gemm.class_blocks import LIVE, ClassBlocks
+from ..gemm.tma import Matrix, load_tile, matrix_of
 from ..launch.replay import Kernel
-from ..rows.valid_tokens import valid_rows
-from .live_tiles import LIVE, ComparedRows, Steps
+from ..rows.valid_tokens import ValidTokens, valid_rows
 
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes
 
@@ -46,6 +47,11 @@ LISTS_COST = 320
 USUAL_SHARE = 1 / 8
 DECIDING = tl.constexpr(128)  # tokens that decide, evenly spread over the chunk
 
+NOTES = {"unbiased": "a sparse gradient, dense where its lists are long", "drop": "a sparse gradient"}
+EXACT = "an exact gradient: so low a gradient_threshold takes longer at this D and V"
+
+Call = WithGrad | VocabParallelWithGrad | Backward
+
 
 class DenseClasses(NamedTuple):
     """Blocks of classes with a dense gradient. Without `number`, there are none."""
@@ -55,16 +61,51 @@ class DenseClasses(NamedTuple):
     number: Tensor | None = None  # () int32
 
     @property
-    def steps(self) -> Steps:
-        return Steps(self.number, self.which)
+    def blocks(self) -> ClassBlocks:
+        return ClassBlocks(self.number, self.which)
 
 
 NONE_DENSE = DenseClasses()
 
 
+class ComparedRows(NamedTuple):
+    """Rows of E whose |p - onehot| is compared with a threshold. Passed to kernels as one argument."""
+
+    exponentials: Matrix  # (n, V), with the targets' entries in place
+    row_sum: Tensor  # (n,)
+    valid_tokens: ValidTokens
+    threshold: float
+    V: int
+
+    @property
+    def n(self) -> int:
+        return self.exponentials.pointer.shape[0]
+
+
+def compared_rows(exponentials: Tensor, row_sum: Tensor, valid_tokens: ValidTokens, threshold: float) -> ComparedRows:
+    return ComparedRows(matrix_of(exponentials), row_sum, valid_tokens, threshold, exponentials.shape[1])
+
+
 def empty_dense(num_classes: int, like: Tensor) -> DenseClasses:
     is_dense, index = like.new_empty(2, triton.cdiv(num_classes, LIVE.value) + 1, dtype=torch.int32).unbind()
     return DenseClasses(is_dense[:-1], index, like.new_empty((), dtype=torch.int32))
+
+
+def is_sparse(call: Call) -> bool:
+    """Whether the step drops or samples entries. With "unbiased", the step is exact if making lists would take longer:
+    an exact gradient is unbiased, too. "drop" always leaves entries out, as the user asked.
+    """
+    sparse, linear_weight = call.sparse, call.operands.linear_weight
+    asked = any(sparse.products(call.output_mask))
+    if not asked or sparse.gradient_mode != "unbiased":
+        return asked
+    return lists_may_pay(sparse.gradient_threshold, call.num_classes, linear_weight.shape[1])
+
+
+def sparse_notes(call: Call) -> list[str]:
+    if not any(call.sparse.products(call.output_mask)):
+        return []
+    return [NOTES[call.sparse.gradient_mode] if is_sparse(call) else EXACT]
 
 
 def lists_may_pay(threshold: float, num_classes: int, hidden: int) -> bool:

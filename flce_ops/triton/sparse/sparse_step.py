@@ -4,7 +4,7 @@
     in the first chunk: which blocks of classes have a dense gradient                              sparse_or_dense.py
     lists[rows]         = the kept entries of G = c E, in the other blocks                          sparse_lists.py
     grad_linear_weight += E.T @ (c rows), grad_input[rows] = c (E @ linear_weight): the GEMMs of an exact step, over
-                          the dense blocks only                                                      live_tiles.py
+                          the dense blocks only                                                    class_blocks.py
     after the last chunk of a span
         grad_input (+)= sum of value linear_weight[class] over a token's list                       gather_sums.py
         the lists are sorted by class                                                                class_order.py
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...math.sparse_gradient import TILE, Shard, room_of_row
 from ...math.topk import in_columns
-from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ...meta.arguments import VocabParallelWithGrad
 from ...support.workspace import matrix_bytes, reserved
 from ..gemm.input_gradient import ClassSlices
 from ..rows.finish_rows import FinishedRows, Tokens
@@ -41,9 +41,8 @@ from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
 from .class_order import GROUP, launch_class_order, order_bytes
 from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
-from .live_tiles import compared_rows
 from .sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
-from .sparse_or_dense import NONE_DENSE, empty_dense, launch_sparse_or_dense
+from .sparse_or_dense import NONE_DENSE, Call, compared_rows, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
@@ -63,7 +62,7 @@ class SparseStep(OnePassStep):
 
     def __init__(
         self,
-        call: WithGrad | VocabParallelWithGrad | Backward,
+        call: Call,
         valid_tokens: ValidTokens,
         per_token: StepTokens,
         gradients: Gradients,
@@ -78,9 +77,9 @@ class SparseStep(OnePassStep):
         if call.sparse.gradient_mode == "unbiased":  # "drop" has no dense classes, whatever time its lists take
             self.dense = empty_dense(call.operands.linear_weight.shape[0], valid_tokens.order)
             if self.sparse_input:
-                self.input_steps = self.dense.steps
+                self.input_blocks = self.dense.blocks
             if self.sparse_weight:
-                self.weight_gradient.blocks = self.dense.steps
+                self.weight_gradient.blocks = self.dense.blocks
 
     def run_span(self, span: slice, chunking: Chunking) -> None:
         n, self.start, self.chunking = span.stop - span.start, span.start, chunking
@@ -150,11 +149,11 @@ class SparseStep(OnePassStep):
 
 
 def run_spans(
-    call: WithGrad | VocabParallelWithGrad | Backward,
+    call: Call,
     valid_tokens: ValidTokens,
     per_token: StepTokens,
     gradients: Gradients,
-    shard: Shard | None,
+    shard: Shard | None = None,  # if ranks share the vocabulary
 ) -> list[slice]:
     """Runs the step and returns its chunks."""
     num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
@@ -173,9 +172,7 @@ def run_spans(
     return chunks
 
 
-def chunk_span(
-    call: WithGrad | VocabParallelWithGrad | Backward, span: slice, room: int, shard: Shard | None
-) -> Chunking:
+def chunk_span(call: Call, span: slice, room: int, shard: Shard | None) -> Chunking:
     tokens, (input, linear_weight) = span.stop - span.start, call.operands[:2]
     nbytes = list_bytes(tokens, room)
     if shard is None:

@@ -11,5 +11,4 @@ gradients.py                     which gradients are made
 saved_gradient.py                G from logits that forward saved; quantized_logits.py: their 16-bit format
 low_rank_with_grad.py            a frozen head with a low-rank pair: its chunks, and the pair's gradients
     low_rank_pair.py             the pair inside the kernels that make logits
-    class_scale_gradient.py      the gradient by DoRA's scale of each class
 """

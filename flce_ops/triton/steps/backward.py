@@ -13,7 +13,7 @@ If the float32 sums of all rows fit half the workspace, there is one range of ro
 grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. If the gradient is
 added to main_grad, the sum needs no further memory.
 
-A sparse gradient is made from exponentials (sparse_run.py), which backward computes again, as a one-pass step does.
+A sparse gradient is made from exponentials (sparse_step.py), which backward computes again, as a one-pass step does.
 Such a backward does not read lse, and forward saves no logits for it.
 """
 
@@ -40,7 +40,8 @@ from ..rows.gather_tokens import launch_gather_targets
 from ..rows.gradient_factors import KnownRows, launch_gradient_factors
 from ..rows.set_entries import launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens
-from ..sparse.sparse_run import is_sparse, run_sparse, sparse_notes
+from ..sparse.sparse_or_dense import is_sparse, sparse_notes
+from ..sparse.sparse_step import run_spans
 from .chunks import (
     MULTIPLE,
     contiguous,
@@ -94,7 +95,7 @@ def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
     gradients = wanted_gradients(outputs, call.output_mask)
     if is_sparse(call):
         slopes = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
-        row_slices = run_sparse(call, valid_tokens, slopes, gradients)
+        row_slices = run_spans(call, valid_tokens, slopes, gradients)
     else:
         if isinstance(call, BackwardInPlace):
             gradients = gradients._replace(linear_weight=call.main_grad)

@@ -30,17 +30,13 @@ class Pair(NamedTuple):
 
     input: Tensor | None = None  # (N, r); for a chunk (n, r)
     weight: Tensor | None = None  # (V, r)
-    class_scale: Tensor | None = None  # (V,) float32, multiplies the products before the bias is added
 
     @property
     def rank(self) -> int:
         return 0 if self.weight is None else self.weight.shape[1]
 
     def of(self, classes: slice) -> "Pair":
-        if self.weight is None:
-            return self
-        class_scale = None if self.class_scale is None else self.class_scale[classes]
-        return Pair(self.input, self.weight[classes], class_scale)
+        return self if self.weight is None else Pair(self.input, self.weight[classes])
 
 
 NO_PAIR = Pair()

@@ -9,8 +9,7 @@ Its chunks are those of one_pass_step.py, with two GEMMs and three products of r
     grad_low_rank_weight += E.T @ (c h)             this and the next product: a step with operands h and B
     grad_low_rank_input  = c (E @ B)
 
-The last two products are limited by memory bandwidth: each reads E once. With a class scale, E is stored multiplied by
-that scale, so all three gradients contain it.
+The last two products are limited by memory bandwidth: each reads E once.
 """
 
 import torch
@@ -26,14 +25,12 @@ from ...support.target_range import assert_in_range
 from ..gemm.input_gradient import ClassSlices
 from ..gemm.split_k import MOST_SPLITS
 from ..launch.replay import repeated
-from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import compact_tokens
 from .chunking import best_chunking, problem_of
 from .chunks import contiguous, record_chunks, small_bytes
-from .class_scale_gradient import away_from_zero, gradient_of_scale, logit_products
 from .gradients import finish_gradients, wanted_gradients
 from .low_rank_pair import Pair, padded_rank
 from .one_pass_step import OnePassStep, StepTokens
@@ -46,16 +43,10 @@ class LowRankStep(OnePassStep):
         self,
         *arguments,  # arguments of OnePassStep, for the head
         of_pair: OnePassStep,  # its operands are low_rank_input and low_rank_weight
-        class_scale: Tensor | None,  # (V,) float32
-        want_scale: bool,
     ) -> None:
         super().__init__(*arguments)
         self.of_pair = of_pair
-        self.pair = Pair(*of_pair.operands[:2], class_scale)
-        # sums over tokens: of c_j G_ij, and of logit_products
-        self.gradient_sum = self.product_sum = None
-        if class_scale is not None and want_scale:
-            self.gradient_sum, self.product_sum = torch.zeros(2, *class_scale.shape, device=class_scale.device).unbind()
+        self.pair = Pair(*of_pair.operands[:2])
 
     def exponentiate(
         self, chunk: slice, rows: Tensor, pieces: ClassSlices, scratch: Tensor | None = None
@@ -65,14 +56,7 @@ class LowRankStep(OnePassStep):
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
         launch_copy_rows(input, own, self.valid_tokens.of(chunk))
         self.pair_of_chunk = self.pair._replace(input=own)
-        tokens, finished = super().exponentiate(chunk, rows, pieces, scratch)
-        if self.product_sum is not None:
-            ((_, piece),), factor = pieces, finished.weight_factor
-            operands = rows, self.operands.linear_weight, self.pair_of_chunk
-            self.product_sum += logit_products(piece, *operands, factor, self.reference, tokens)
-            if self.operands.linear_bias is not None:
-                self.gradient_sum += weighted_column_sum(piece, factor, tokens.valid_tokens)
-        return tokens, finished
+        return super().exponentiate(chunk, rows, pieces, scratch)
 
     def write_input(
         self, chunk: slice, tokens: Tokens, pieces: ClassSlices, finished: FinishedRows, product: Tensor
@@ -85,25 +69,20 @@ class LowRankStep(OnePassStep):
         own = self.float32(numbers)
         self.of_pair.write_input(chunk, tokens, pieces, finished, own)
 
-    def scale_gradient(self) -> Tensor:  # (V,) float32
-        sums, logit_scale = (self.product_sum, self.gradient_sum), self.call.logits.logit_scale
-        return gradient_of_scale(*sums, self.pair.class_scale, self.operands.linear_bias, logit_scale)
-
 
 @takes(LowRankWithGrad)
 def launch_low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
-    outputs = loss, losses, grad_input, *of_pair, grad_bias, grad_scale = meta.outputs(call)
-    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight, class_scale = call.operands
+    outputs = loss, losses, grad_input, *of_pair, grad_bias = meta.outputs(call)
+    input, linear_weight, pair_input, pair_weight, target, linear_bias, weight = call.operands
     target, linear_bias, row_scale = contiguous(target, linear_bias, call.reduction.row_scale)
     pair = padded_rank(pair_input), padded_rank(pair_weight)
     made = [padded_rank(grad) if wanted else grad for grad, wanted in zip(of_pair, call.output_mask[1:3])]
-    class_scale = None if class_scale is None else away_from_zero(class_scale)
-    call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias, class_scale=class_scale)
+    call.operands = LowRankOperands(input, linear_weight, *pair, target, linear_bias)
     call.reduction = Reduction(row_scale, call.reduction.denominator)
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
         target_weight = None if weight is None else class_weight_of(target, weight, torch.float32)
-        fresh = in_range, loss, losses, grad_input, *made, grad_bias, grad_scale
+        fresh = in_range, loss, losses, grad_input, *made, grad_bias
         chunks = repeated(low_rank_step, call, target_weight, fresh=fresh)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     for grad, of_even_rank in zip(of_pair, made):
@@ -120,9 +99,9 @@ def low_rank_step(
     *outputs: Tensor,  # the operator's results
 ) -> list[slice]:
     """Runs the step and returns its chunks."""
-    loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias, grad_scale = outputs
-    input, linear_weight, pair_input, pair_weight, target, *_, class_scale = call.operands
-    want_input, want_pair_input, want_pair_weight, want_bias, want_scale = call.output_mask
+    loss, losses, grad_input, grad_pair_input, grad_pair_weight, grad_bias = outputs
+    input, linear_weight, pair_input, pair_weight, target, *_ = call.operands
+    want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
     reduction, num_classes = call.reduction, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
     problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
@@ -138,13 +117,8 @@ def low_rank_step(
     head = WithGrad.like(call, operands=call.operands.head)
     pair = WithGrad.like(call, operands=Operands(pair_input, pair_weight, target))
     pair_step = OnePassStep(pair, valid_tokens, per_token, pair_gradients, chunking)
-    of_head_step = head, valid_tokens, per_token, gradients, chunking
-    step = LowRankStep(*of_head_step, of_pair=pair_step, class_scale=class_scale, want_scale=want_scale)
+    step = LowRankStep(head, valid_tokens, per_token, gradients, chunking, of_pair=pair_step)
     step.run_chunks(chunking.chunks)
-    if want_scale:
-        grad_scale.copy_(step.scale_gradient())
-    if class_scale is not None and gradients.bias_sum is not None:
-        gradients.bias_sum.div_(class_scale)
     finish_gradients(of_head, gradients, valid_tokens, place)
     finish_gradients(of_pair, pair_gradients, valid_tokens, place)
     launch_sum_losses(losses, reduction, valid_tokens.total, loss)

@@ -23,6 +23,7 @@ from ...math.reduction import Reduction
 from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
 from ..gemm.backends import backend_for
+from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import ClassSlices, Finish
 from ..gemm.split_k import float32_memory, products_of_ranges, room_for_products
 from ..gemm.tma import NO_OUTER
@@ -36,7 +37,6 @@ from ..rows.set_entries import launch_set_entries
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
 from ..rows.valid_tokens import ValidTokens, choose_chunking
-from ..sparse.live_tiles import EVERY_STEP
 from .chunking import Chunking
 from .chunks import MULTIPLE, padded, slices
 from .exponentials import RowSums, launch_exponentials
@@ -78,7 +78,7 @@ class OnePassStep:
         self.pair = self.pair_of_chunk = NO_PAIR  # for all N tokens, and for the current chunk: low_rank_with_grad.py
         self.by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: split_k.py
         self.grad_input, grad_weight, self.bias_sum = self.gradients
-        self.input_steps = self.weight_steps = EVERY_STEP
+        self.input_blocks = EVERY_BLOCK
         self.backend, self.weight_gradient = backend_for(self.operands.input), None
         chunking = self.chunking
         if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's
@@ -170,7 +170,7 @@ class OnePassStep:
             scratch=scratch,
             pair=self.pair_of_chunk,
         )
-        self.row_sum, self.reference = sums.exponentials, sums.reference_logit
+        self.row_sum = sums.exponentials
         finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
         launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
         for cols, exponentials in class_slices:
@@ -207,9 +207,7 @@ class OnePassStep:
         rest = rows.new_empty(rows.shape) if few else None
         launch_scale_rows(rows, finished.weight_factor, rows, tokens.valid_tokens, rest=rest)
         for cols, exponentials in class_slices:
-            self.weight_gradient.add(
-                cols, exponentials, rows, tokens.valid_tokens, first=start == 0, last=last, live=self.weight_steps
-            )
+            self.weight_gradient.add(cols, exponentials, rows, tokens.valid_tokens, first=start == 0, last=last)
         if few:
             ((_, exponentials),) = class_slices
             gradient = self.weight_gradient
@@ -241,7 +239,7 @@ class OnePassStep:
                 valid_tokens,
                 columns,
                 product,
-                self.input_steps,
+                self.input_blocks,
                 by_ranges=self.by_ranges,
             )
             for cols, exponentials in class_slices:

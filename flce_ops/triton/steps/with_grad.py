@@ -30,7 +30,8 @@ from ..rows.row_statistics import sum_pairs
 from ..rows.smoothing import SmoothingTerms
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
-from ..sparse.sparse_run import is_sparse, run_sparse, sparse_notes
+from ..sparse.sparse_or_dense import is_sparse, sparse_notes
+from ..sparse.sparse_step import run_spans
 from .chunking import Chunking, chunk_shard, chunk_tokens
 from .chunks import contiguous, record_chunks, with_contiguous_vectors
 from .gradients import finish_gradients, wanted_gradients
@@ -136,7 +137,7 @@ def step_over_tokens(
             call.operands, class_weight, valid_tokens, per_token.reduction, objective.d_sum, call.logits
         )
     if is_sparse(call):
-        chunks = run_sparse(call, valid_tokens, per_token, gradients, shard)
+        chunks = run_spans(call, valid_tokens, per_token, gradients, shard)
         chunking = Chunking(None, chunks, False, 0)
     else:
         step = OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing)
