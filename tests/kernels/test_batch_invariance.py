@@ -48,14 +48,12 @@ def test_the_last_chunk_and_block_are_of_several_rows(dtype):
 
 
 @pytest.mark.parametrize("rows", [8, 64, 128])
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_a_cut_covers_all_rows(rows, multiple):
+def test_a_cut_covers_all_rows(rows):
     for count in (*range(0, 2 * rows + 6), 5 * rows + 1):
-        parts = cut(3, 3 + count, rows, multiple)
+        parts = cut(3, 3 + count, rows)
         assert [i for part in parts for i in range(part.start, part.stop)] == list(range(3, 3 + count))
         assert all(0 < part.stop - part.start <= rows for part in parts)
-        assert all((part.stop - part.start) % multiple == 0 for part in parts[:-1])
-        if count >= ROWS_OF_EQUAL_BITS and (rows > multiple or multiple == 1):
+        if count >= ROWS_OF_EQUAL_BITS:
             assert min(part.stop - part.start for part in parts) >= ROWS_OF_EQUAL_BITS
 
 
