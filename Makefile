@@ -76,13 +76,15 @@ matrix:
 	        $(CORE:%=tests/*/test_%.py) || exit 1; \
 	done
 
-# The tests that need a GPU: the cards' share of the cores as workers, at most 13 a card, then those of several processes.
+# The tests that need a GPU: the cards' share of the cores as workers, at most 13 a card, then those of several processes,
+# then those that need most of a card.
 CARDS = $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count())')
 GPU_WORKERS = $(shell echo $$(( $(CARDS) * 13 < $$(nproc) ? $(CARDS) * 13 : $$(nproc) )))
 
 test-gpu: $(INSTALLED)
 	FLCE_CARDS=$(CARDS) $(BIN)/python -m pytest -m "gpu and not multigpu" -n $(GPU_WORKERS) --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m multigpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_cuda_sizes.py
 
 # --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
 newest: $(INSTALLED)

@@ -98,6 +98,8 @@ def tail(case: Case, log_p: Tensor, counts: Tensor, classes: Tensor) -> Tensor:
 
 def policy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor) -> Tensors:
     log_p = F.log_softmax(z, -1).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    # an ignored row's class 0 may be switched off, and the slope of a ratio at -inf is not finite
+    log_p = torch.where(valid, log_p, 0.0)
     given = {name: torch.where(valid, at[name], 0.0).to(z.dtype) for name in OF_POLICY if name in at}
     advantage = given["advantages"]
     ratio = torch.exp(log_p - given.get("old_log_probs", log_p.detach()))
@@ -114,7 +116,7 @@ def policy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor) -
         losses = losses + case.kl_factor * estimates[case.kl_estimator]
     found = {"loss": reduced(case, losses, at, valid.to(z.dtype).sum())}
     if "token_weight" not in at:  # tokens of weight 0 may be left out
-        found["metric log_probs"] = torch.where(valid, log_p, 0.0).detach()
+        found["metric log_probs"] = log_p.detach()
     return found
 
 
