@@ -135,6 +135,14 @@ def fresh_compiler():
 
 
 @pytest.fixture(autouse=True)
+def memory_for_other_workers():
+    """torch keeps freed memory, which the other processes on the card may need."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def only_what_is_launched_is_compiled(request, monkeypatch):
     """The first call of a head compiles its kernels for every number of tokens; a test launches only a few of them."""
     if torch.cuda.is_available() and request.module.__name__ != "test_compilations":

@@ -2,6 +2,8 @@
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
+from statistics import median
+
 import pytest
 import torch
 from reference_divergence import (
@@ -49,9 +51,20 @@ SLACK = {torch.float64: 64, torch.float32: 6, torch.bfloat16: 0.5, torch.float16
 SLACK_OF_FEW_NUMBERS = {torch.float64: 64, torch.float32: 12, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
-def flat_results(function, draws, cotangents, **options):
+def results_of(function, draws, cotangents, **options):
+    """Each name's results, one a draw."""
     results = [run(function, pair, c, **options) for pair, c in zip(draws, cotangents, strict=True)]
-    return {name: torch.cat([result[name].flatten() for result in results]) for name in results[0]}
+    return {name: [result[name] for result in results] for name in results[0]}
+
+
+def error_of(found, exact, kinked):
+    """Of all draws together. If the gradient has a kink, of the median draw: rounding may put one large entry on its
+    other side, in our result, in plain torch's, or in both.
+    """
+    if kinked:
+        return median(error(*pair) for pair in zip(found, exact, strict=True))
+    found, exact = (torch.cat([result.flatten() for result in results]) for results in (found, exact))
+    return error(found, exact)
 
 
 def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
@@ -59,18 +72,16 @@ def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
     dtype, device, tokens = input.dtype, input.device, input.shape[0]
     per_token = options["reduction"] == "none"
     cotangents = [torch.randn(tokens, device=device) if per_token else torch.ones((), device=device) for _ in draws]
-    exact = flat_results(reference_divergence, [clone(d, torch.float64) for d in draws], cotangents, **options)
-    plain = flat_results(plain_divergence, draws, cotangents, **options)
-    ours = flat_results(flce_ops.linear_kl_div, draws, cotangents, **options)
+    exact = results_of(reference_divergence, [clone(d, torch.float64) for d in draws], cotangents, **options)
+    plain = results_of(plain_divergence, draws, cotangents, **options)
+    ours = results_of(flce_ops.linear_kl_div, draws, cotangents, **options)
     # backward computes 1 / acceptance as e^loss, which multiplies the rounding error of the loss
-    amplified = 1.0 + (exact["loss"].max().item() if options.get("kind") == "nla" and per_token else 0.0)
-    assert ours["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    amplified = 1.0 + (max(loss.max().item() for loss in exact["loss"]) if options.get("kind") == "nla" and per_token else 0.0)
     for name, found in ours.items():
-        if name != "loss":
-            assert found.dtype == draws[0][name].dtype
-        ours_error, plain_error = error(found, exact[name]), error(plain[name], exact[name])
-        # most of the error comes from few entries on the other side of the kink
+        of_loss = torch.float64 if dtype == torch.float64 else torch.float32
+        assert found[0].dtype == (of_loss if name == "loss" else draws[0][name].dtype)
         kinked = options.get("kind") in KINKED and name != "loss"
+        ours_error, plain_error = error_of(found, exact[name], kinked), error_of(plain[name], exact[name], kinked)
         bound = (3.0 if kinked else 1.25) * plain_error + amplified * slack[dtype] * UNIT[dtype]
         assert ours_error <= bound + kinked * (0.01 if dtype.itemsize == 2 else 1e-4), (name, ours_error, plain_error)
 
@@ -87,8 +98,9 @@ def cases():
 @pytest.mark.parametrize("name, reduction", list(cases()))
 def test_divergence_and_gradients_are_no_worse_than_plain_torch(device, name, reduction, kind, dtype, poisoned_memory):
     made, options = ARGUMENTS[name]
-    # for half dtypes a few large entries decide the error, so several draws are used
-    draws = [make_pair(device=device, dtype=dtype, **made) for _ in range(3 if dtype.itemsize == 2 else 1)]
+    # for half dtypes a few large entries decide the error, so several draws are used, and for the median draw more
+    count = 5 if kind in KINKED else 3 if dtype.itemsize == 2 else 1
+    draws = [make_pair(device=device, dtype=dtype, **made) for _ in range(count)]
     assert_no_worse_than_plain(draws, reduction=reduction, kind=kind, **options)
 
 
