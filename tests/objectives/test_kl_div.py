@@ -76,7 +76,9 @@ def assert_no_worse_than_plain(draws, *, slack=SLACK, **options):
     plain = results_of(plain_divergence, draws, cotangents, **options)
     ours = results_of(flce_ops.linear_kl_div, draws, cotangents, **options)
     # backward computes 1 / acceptance as e^loss, which multiplies the rounding error of the loss
-    amplified = 1.0 + (max(loss.max().item() for loss in exact["loss"]) if options.get("kind") == "nla" and per_token else 0.0)
+    amplified = 1.0 + (
+        max(loss.max().item() for loss in exact["loss"]) if options.get("kind") == "nla" and per_token else 0.0
+    )
     for name, found in ours.items():
         of_loss = torch.float64 if dtype == torch.float64 else torch.float32
         assert found[0].dtype == (of_loss if name == "loss" else draws[0][name].dtype)
