@@ -39,7 +39,8 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
     from flce_ops.triton.gemm.class_blocks import LIVE
     from flce_ops.triton.rows.finish_rows import FinishedRows
     from flce_ops.triton.rows.valid_tokens import compact_tokens
-    from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
+    from flce_ops.triton.sparse.gather_sums import Lists
+    from flce_ops.triton.sparse.sparse_lists import drawn_rows, launch_carried, launch_lists
     from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, compared_rows
 
     if has_dense and mode == "drop":
@@ -55,7 +56,8 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
 
     def lists_of(exponentials, column, dense=NONE_DENSE, start=0, carried=None):
         finished = FinishedRows(exponentials[:, 0], factor, factor, residual)
-        lists = Lists(torch.empty(N, room_of_row(2.0**-7, vocab), dtype=torch.int64), torch.empty(N, dtype=torch.int32))
+        room = room_of_row(2.0**-7, vocab)
+        lists = Lists(torch.empty(N, room, dtype=torch.int64), torch.empty(N, dtype=torch.int32), room)
         column = torch.full((N,), column)
         compared = compared_rows(exponentials, row_sum, valid_tokens, 2.0**-7)
         launch_lists(drawn_rows(compared, sparse, dense), finished, column, lists, start, carried)

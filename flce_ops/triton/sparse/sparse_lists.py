@@ -41,33 +41,16 @@ from ..gemm.class_blocks import LIVE
 from ..launch.replay import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
+from .gather_sums import Lists
 from .sparse_or_dense import ComparedRows, DenseClasses
 
-# n rows of a chunk, V vocabulary (of this rank), R room of a row's list
+# n rows of a chunk, V vocabulary (of this rank)
 
 GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, in two loads
 TILE = tl.constexpr(sparse_gradient.TILE)
 ONE = tl.constexpr(sparse_gradient.ONE)
 BITS = tl.constexpr(sparse_gradient.BITS)
 GOLDEN = tl.constexpr(sparse_gradient.GOLDEN)
-ENTRIES_OF_WALKER = 1024
-
-
-class Lists(NamedTuple):
-    """The lists of the valid tokens, in the order of the tokens. Passed to kernels as one argument."""
-
-    entries: Tensor  # (N, R) int64: a float32 value in the upper half, the class in the lower
-    lengths: Tensor  # (N,) int32
-
-    @property
-    def walkers(self) -> int:
-        """The number of programs for a list. A few tokens fill their lists: at a threshold of 2^-12 a trained model
-        keeps 200 entries per token on average, and 4,000 for some tokens.
-        """
-        return max(self.entries.shape[1] // ENTRIES_OF_WALKER, 1)
-
-    def of(self, rows: slice) -> "Lists":
-        return Lists(self.entries[rows], self.lengths[rows])
 
 
 class DrawnRows(NamedTuple):
@@ -205,7 +188,6 @@ def list_groups_kernel(
     column_ptr,  # (n,) int64, the targets' columns
     of_dense_ptr,  # (n,) int64, out: the target's column if its class is dense, else -1
     carried_ptr,  # (n,) int64, the sum of q of other ranks in this rank's first tile, modulo 1; None for 0
-    R,
     first_tile,
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -219,7 +201,7 @@ def list_groups_kernel(
     if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
         V = rows.compared.V
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
-        entries_row = lists.entries + row.to(tl.int64) * R
+        entries_row, room = lists.entries + row.to(tl.int64) * lists.room, lists.room
         count = 0
         tiles = tl.cdiv(V + BEFORE, TILE)
         if rows.dense.number is not None:
@@ -234,14 +216,14 @@ def list_groups_kernel(
             crossed = (behind >> BITS).to(tl.int32) - first
             where = count + first
             packed = (group.to(tl.int64) << 32) | (before & (ONE - 1))
-            tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < R))
+            tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < room))
             found = tl.sum(crossed + ((crossed > 1).to(tl.int32) << 16), 0)
             if found >> 16 > 0:  # a group with several kept entries: rare, except among frequent classes
                 for m in range(1, GROUP):
                     at = where + m
-                    tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
+                    tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < room))
             count += found & 0xFFFF
-        tl.store(lists.lengths + row, tl.minimum(count, R))
+        tl.store(lists.lengths + row, tl.minimum(count, room))
         if rows.dense.number is not None:
             column = tl.load(column_ptr + row)
             dense = tl.load(rows.dense.is_dense + column // LIVE, mask=column >= 0, other=0) > 0
@@ -256,7 +238,6 @@ def list_entries_kernel(
     lists,  # Lists: reads what list_groups_kernel wrote, writes the entries
     column_ptr,  # (n,) int64, the targets' columns
     finished,  # FinishedRows
-    R,
     first_tile,
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -269,7 +250,7 @@ def list_entries_kernel(
     row_factor, residual = tl.load(finished.row_factor + row), tl.load(finished.residual + row)
     column = tl.load(column_ptr + row).to(tl.int32)
     count = tl.load(lists.lengths + row)
-    entries_row = lists.entries + row.to(tl.int64) * R
+    entries_row = lists.entries + row.to(tl.int64) * lists.room
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         packed = tl.load(entries_row + at, mask=at < count, other=0)
@@ -311,13 +292,13 @@ def launch_lists(
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column if its class is dense, else -1."""
-    n, room, of_dense = rows.compared.n, lists.entries.shape[1], column.new_empty(column.shape)
+    n, of_dense = rows.compared.n, column.new_empty(column.shape)
     first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
     even = rows.compared.V % 8 == 0
     list_groups_kernel[(n,)](
-        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
+        rows, lists, column, of_dense, carried, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
     )
     list_entries_kernel[(n, lists.walkers)](
-        rows, lists, column, finished, room, first_tile, BEFORE=before, BLOCK=128, num_warps=4
+        rows, lists, column, finished, first_tile, BEFORE=before, BLOCK=128, num_warps=4
     )
     return of_dense
