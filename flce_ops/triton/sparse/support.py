@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import meta
+from ...math.options import changed
 from ...meta.all_classes import gradients_of_all_classes, with_all_classes
 from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
@@ -34,6 +35,7 @@ from ...support.target_range import assert_in_range, in_range
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
+from ..rows.gradient_factors import KnownRows
 from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.two_sum import in_two_float32
 from ..steps.chunks import contiguous
@@ -205,23 +207,12 @@ def vectors(call: SupportForward | SupportBackward) -> dict[str, Tensor | None]:
     return {"target": target, "linear_bias": linear_bias}
 
 
-class Cotangents(NamedTuple):
-    """(N,) each, or None."""
-
-    lse: Tensor
-    lse_rest: Tensor | None
-    expected_log_prob: Tensor | None
-    grad_lse: Tensor | None
-    grad_expected_log_prob: Tensor | None
-    grad_target_logit: Tensor | None
-
-
 class Problem(NamedTuple):
     """What the gradients of entries are made of."""
 
     target: Tensor  # (N,)
     products: Tensor  # (E,)
-    rows: Cotangents
+    rows: KnownRows
     logits: Any  # LogitNumbers
     vocab_start: int
 
@@ -282,16 +273,9 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
     call.operands, call.logits = call.operands._replace(**vectors(call)), call.logits.contiguous()
     input, linear_weight, target, _ = call.operands
     tokens, num_classes = input.shape[0], linear_weight.shape[0]
-    cotangents = contiguous(
-        call.lse,
-        call.lse_rest,
-        call.expected_log_prob,
-        call.cotangents.grad_lse,
-        call.grad_expected_log_prob,
-        call.cotangents.grad_target_logit,
-    )
+    known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     numbers, (classes, begins, ends, _) = numbers_in_kernel(call.logits), call.support
-    problem = Problem(target, call.products, Cotangents(*cotangents), numbers, call.vocab_start)
+    problem = Problem(target, call.products, changed(known, Tensor.contiguous), numbers, call.vocab_start)
     of_tokens = Lists(classes, ends - begins, behind=ends)
     want_input, want_weight, want_bias = call.output_mask
     with torch.cuda.device_of(input):

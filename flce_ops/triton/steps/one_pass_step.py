@@ -29,7 +29,7 @@ from ..gemm.split_k import float32_memory, products_of_ranges, room_for_products
 from ..gemm.tma import NO_OUTER
 from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
-from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
+from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics, sums_for
 from ..rows.scale_rows import launch_scale_rows
@@ -187,10 +187,7 @@ class OnePassStep:
         """
         gathered, gather = None, self.per_token.gather
         if gather is not None:
-            numbers = launch_shard_numbers(tokens, sums)
-            if sums.argmax is not None:
-                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.call.vocab_start
-            gathered = gather(numbers)
+            gathered = gather(shard_numbers(tokens, sums, self.call.vocab_start))
         objective, dtype = self.per_token.objective, self.operands.input.dtype
         finished = launch_finish_rows(tokens, sums, objective, dtype, logit_options=self.call.logits, gathered=gathered)
         if gathered is not None and sums.argmax is not None:
