@@ -22,7 +22,7 @@ from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..steps.chunks import contiguous, record_chunks
 from ..steps.gradients import Gradients, finish_gradients, wanted_gradients
 from .divergence_rows import RowResults, RowScale
-from .kl_div_step import ForwardRows, run_chunks
+from .kl_div_step import run_chunks
 
 # N tokens
 
@@ -76,9 +76,9 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
 def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(outputs, call.output_mask)
-    known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
-    scale = RowScale(call.grad, call.options.logit_scale)
-    chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(None), scale, known)
+    of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
+    known, scale = RowResults(None, *of_rows), RowScale(call.grad, call.options.logit_scale)
+    chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(), scale, known)
     finish_gradients(outputs, gradients, valid_tokens, place)
     return chunks
 

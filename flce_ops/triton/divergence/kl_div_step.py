@@ -15,7 +15,6 @@ in place.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -43,24 +42,10 @@ from .kl_div_chunking import (
     row_numbers,
     stored_dtype,
 )
-from .softmax_rows import (
-    Linear,
-    Softmax,
-    share_denominators,
-    store_logits,
-    take_shift,
-)
+from .softmax_rows import Linear, Softmax, share_denominators, store_logits
 
 # N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T
 # tiles along V
-
-
-class ForwardRows(NamedTuple):
-    """The numbers that forward saved for every token, in nats."""
-
-    shift: Tensor  # (2, N)
-    teacher_shift: Tensor  # (2, N), or (2, 0)
-    student_kl: Tensor  # (N,), or (0,)
 
 
 def run_chunks(
@@ -70,7 +55,7 @@ def run_chunks(
     gradients: Gradients,
     results: RowResults,
     scale: RowScale | None = None,
-    known: ForwardRows | None = None,
+    known: RowResults | None = None,
 ) -> list[slice]:
     """Runs the step and returns its chunks."""
     chunking = chunk_rows(operands, options, gradients)
@@ -115,7 +100,7 @@ class KlDivStep:
         blocks: list[slice],
         results: RowResults,
         scale: RowScale | None,
-        known: ForwardRows | None,
+        known: RowResults | None,
     ) -> None:
         valid_tokens, n = self.valid_tokens.of(chunk), chunk.stop - chunk.start
         tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
@@ -135,14 +120,14 @@ class KlDivStep:
         logits: Tensor,  # (n, V) out: the student's logits, then G
         results: RowResults,
         scale: RowScale | None,
-        known: ForwardRows | None,
+        known: RowResults | None,
     ) -> None:
-        distributions, sums = self.softmaxes(valid_tokens, tokens, logits, known)
+        distributions, sums = self.softmaxes(valid_tokens, tokens, logits, with_sums=known is None)
         rows = Rows(distributions, DIVERGENCES[self.options.kind], self.options.beta, valid_tokens, self.tile)
         gradient = None if scale is None else logits.view(tokens.dtype)
-        if known is not None and self.options.of_student:
-            rows.take_number(known.student_kl)
-        elif known is None or not rows.gradient_at_once:
+        if known is not None:
+            rows.take(known)
+        if known is None or not (self.options.of_student or rows.gradient_at_once):
             totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, scale)
             totals = all_reduce(totals, self.options.group, self.options.ranks)
             rows.finish(totals, results, self.tokens)
@@ -150,12 +135,14 @@ class KlDivStep:
             rows.make_gradient(gradient, scale)
 
     def softmaxes(
-        self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor, known: ForwardRows | None
+        self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor, *, with_sums: bool
     ) -> tuple[Distributions, Tensor]:
-        """Returns the distributions of a block, and (s, T, n) memory for sums of tiles."""
+        """Returns the distributions of a block, and (s, T, n) memory for sums of tiles. Without sums, the shifts are
+        left out.
+        """
         operands, options, n = self.operands, self.options, tokens.shape[0]
         models = [Linear(tokens, operands.linear_weight, operands.linear_bias, options.student)]
-        matrices, shifts = [logits], None if known is None else known[:2]
+        matrices = [logits]
         if operands.teacher_input is not None:
             teacher_tokens = self.teacher_tokens(logits)
             launch_copy_rows(operands.teacher_input, teacher_tokens, valid_tokens)
@@ -173,12 +160,9 @@ class KlDivStep:
         # the teacher goes first: its gathered rows are in the memory of the student's logits
         for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
             store_logits(model, softmax, tile_sum, valid_tokens)
-        for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
-            if shifts is None:
+        if with_sums:
+            for softmax, tile_sum in zip(softmaxes, sums):
                 launch_max_and_sum(softmax.tile_max, tile_sum, softmax.shift, valid_tokens)
-            else:
-                take_shift(softmax, shifts[k], valid_tokens)
-        if shifts is None:
             share_denominators(softmaxes, options.group, options.ranks)
         teacher = softmaxes[1] if len(softmaxes) > 1 else None
         return Distributions(softmaxes[0], teacher, matrix_of(operands.teacher_probs)), sums
