@@ -12,14 +12,15 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_backward, launch_with_grad
+from flce_ops.triton.gemm.tma import matrix_of
 from flce_ops.triton.launch import replay
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse import gather_sums
 from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import Lists, cut_lists, launch_gather_lists
-from flce_ops.triton.sparse.sparse_lists import drawn_rows, launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, compared_rows, lists_may_pay
+from flce_ops.triton.sparse.sparse_lists import launch_lists
+from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, SparseRows, lists_may_pay
 from flce_ops.triton.steps import backward, with_grad
 from flce_ops.triton.steps.chunks import slices
 
@@ -80,8 +81,9 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     room = room_of_row(threshold, num_classes)
     lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32), room)
     sparse = SparseGradient(threshold, mode, torch.tensor(11))
-    compared = compared_rows(exponentials, row_sum, valid_tokens, threshold)
-    launch_lists(drawn_rows(compared, sparse, NONE_DENSE), finished, column, lists)
+    seed = sparse.gradient_seed if mode == "unbiased" else None
+    of_rows = matrix_of(exponentials), row_sum, valid_tokens, NONE_DENSE
+    launch_lists(SparseRows(*of_rows, num_classes, threshold, seed), finished, column, lists)
     count = len(order)
     expected = exponentials[:count] * factor[:count, None]
     keep_entries(expected, row_sum[:count] * factor[:count], sparse, Draws(order))

@@ -28,21 +28,19 @@ only on the seed, the token's place in the call and the tile's number. So forwar
 every rank draw the same numbers.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math import sparse_gradient
-from ...math.sparse_gradient import Shard, SparseGradient
+from ...math.sparse_gradient import Shard
 from ..gemm.class_blocks import LIVE
 from ..launch.replay import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
 from .gather_sums import Lists
-from .sparse_or_dense import ComparedRows, DenseClasses
+from .sparse_or_dense import SparseRows
 
 # n rows of a chunk, V vocabulary (of this rank)
 
@@ -51,14 +49,6 @@ TILE = tl.constexpr(sparse_gradient.TILE)
 ONE = tl.constexpr(sparse_gradient.ONE)
 BITS = tl.constexpr(sparse_gradient.BITS)
 GOLDEN = tl.constexpr(sparse_gradient.GOLDEN)
-
-
-class DrawnRows(NamedTuple):
-    """Rows, and what decides which entries are kept. Passed to kernels as one argument."""
-
-    compared: ComparedRows
-    dense: DenseClasses  # classes with a dense gradient, which are not listed
-    seed: Tensor | None  # () int64; None: entries below the threshold are dropped
 
 
 @triton.jit
@@ -80,7 +70,7 @@ def key_of_row(rows, row, first_tile):
     if rows.seed is None:
         return tl.zeros((), tl.uint32)
     else:
-        token = tl.load(rows.compared.valid_tokens.order + row).to(tl.int64)
+        token = tl.load(rows.valid_tokens.order + row).to(tl.int64)
         seed = tl.load(rows.seed).to(tl.int64)
         key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
         return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
@@ -103,10 +93,9 @@ def start_of_row(rows, row, first_tile):
     """Returns a pointer to the row's exponentials, the threshold of an exponential, q of an exponential of 1, and the
     row's key.
     """
-    compared = rows.compared
-    limit = compared.threshold * tl.load(compared.row_sum + row)
+    limit = rows.threshold * tl.load(rows.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
-    exponentials = compared.exponentials.pointer + row.to(tl.int64) * compared.exponentials.stride
+    exponentials = rows.exponentials.pointer + row.to(tl.int64) * rows.exponentials.stride
     return exponentials, limit, scale, key_of_row(rows, row, first_tile)
 
 
@@ -126,7 +115,7 @@ def columns_of_groups(rows, first, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
     other ranks' classes and into dense classes; these are left out.
     """
     cols = first[:, None] - BEFORE + tl.arange(0, WIDTH)[None, :]
-    listed = cols < rows.compared.V
+    listed = cols < rows.V
     if BEFORE // GROUP * GROUP != BEFORE:
         listed = listed & (cols >= 0)
         if rows.dense.number is not None:
@@ -141,7 +130,7 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
     An aligned group lies either completely inside a dense block or completely outside. Rows of E are padded to 16
     bytes; the numbers after V count as 0.
     """
-    V = rows.compared.V
+    V = rows.V
     u, dither = uniforms(rows, key, tile)
     group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     here = (group * GROUP < V + BEFORE) & (group * GROUP + GROUP > BEFORE)
@@ -164,7 +153,7 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
 
 @Kernel
 def last_shares_kernel(
-    rows,  # DrawnRows
+    rows,  # SparseRows
     shares_ptr,  # (n,) int64, out
     first_tile,
     EVEN_V: tl.constexpr,
@@ -173,9 +162,9 @@ def last_shares_kernel(
     """One program per row: sums q over the row's last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
-    if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
+    if row < valid_rows(rows.valid_tokens, tl.num_programs(0)):
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
-        tile = tl.cdiv(rows.compared.V + BEFORE, TILE) - 1
+        tile = tl.cdiv(rows.V + BEFORE, TILE) - 1
         _, q, _ = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V, BEFORE)
         total = tl.sum(q, 0)
     tl.store(shares_ptr + row, total)
@@ -183,7 +172,7 @@ def last_shares_kernel(
 
 @Kernel
 def list_groups_kernel(
-    rows,  # DrawnRows
+    rows,  # SparseRows
     lists,  # Lists, out: group, number within the group, sum before the group
     column_ptr,  # (n,) int64, the targets' columns
     of_dense_ptr,  # (n,) int64, out: the target's column if its class is dense, else -1
@@ -198,8 +187,8 @@ def list_groups_kernel(
     group << 32 | m << 26 | the tile's running sum before the group, modulo 1
     """
     row = tl.program_id(0)
-    if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
-        V = rows.compared.V
+    if row < valid_rows(rows.valid_tokens, tl.num_programs(0)):
+        V = rows.V
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
         entries_row, room = lists.entries + row.to(tl.int64) * lists.room, lists.room
         count = 0
@@ -234,7 +223,7 @@ def list_groups_kernel(
 
 @Kernel
 def list_entries_kernel(
-    rows,  # DrawnRows
+    rows,  # SparseRows
     lists,  # Lists: reads what list_groups_kernel wrote, writes the entries
     column_ptr,  # (n,) int64, the targets' columns
     finished,  # FinishedRows
@@ -271,20 +260,16 @@ def list_entries_kernel(
         tl.store(entries_row + at, (bits << 32) | found.to(tl.int64), mask=at < count)
 
 
-def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses) -> DrawnRows:
-    return DrawnRows(compared, dense, sparse.gradient_seed if sparse.gradient_mode == "unbiased" else None)
-
-
-def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
+def launch_carried(rows: SparseRows, shard: Shard) -> Tensor:
     """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must be those over all ranks."""
-    compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
-    last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
-    last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
+    first_tile, before = divmod(shard.start, sparse_gradient.TILE)
+    last = rows.row_sum.new_empty(rows.n, dtype=torch.int64)
+    last_shares_kernel[(rows.n,)](rows, last, first_tile, EVEN_V=rows.V % 8 == 0, BEFORE=before, num_warps=4)
     return shard.shares_before(last)
 
 
 def launch_lists(
-    rows: DrawnRows,
+    rows: SparseRows,
     finished: FinishedRows,
     column: Tensor,  # (n,)
     lists: Lists,  # the lists of the chunk; out
@@ -292,9 +277,9 @@ def launch_lists(
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column if its class is dense, else -1."""
-    n, of_dense = rows.compared.n, column.new_empty(column.shape)
+    n, of_dense = rows.n, column.new_empty(column.shape)
     first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
-    even = rows.compared.V % 8 == 0
+    even = rows.V % 8 == 0
     list_groups_kernel[(n,)](
         rows, lists, column, of_dense, carried, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
     )

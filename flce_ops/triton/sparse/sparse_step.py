@@ -32,6 +32,7 @@ from ...math.topk import in_columns
 from ...meta.arguments import VocabParallelWithGrad
 from ...support.workspace import matrix_bytes, reserved
 from ..gemm.input_gradient import ClassSlices
+from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.row_statistics import sum_pairs
 from ..rows.valid_tokens import ValidTokens
@@ -41,8 +42,8 @@ from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
 from .class_order import launch_class_order
 from .gather_sums import CLASS_COLUMNS, SPLIT, TOKEN_COLUMNS, Lists, cut_lists, launch_gather_lists
-from .sparse_lists import drawn_rows, launch_carried, launch_lists
-from .sparse_or_dense import NONE_DENSE, Call, compared_rows, empty_dense, launch_sparse_or_dense
+from .sparse_lists import launch_carried, launch_lists
+from .sparse_or_dense import NONE_DENSE, Call, SparseRows, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
@@ -69,8 +70,9 @@ class SparseStep(OnePassStep):
         super().__init__(call, valid_tokens, per_token, gradients, Chunking(None, chunks, False, 0))
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
-        self.dense = NONE_DENSE
+        self.dense, self.seed = NONE_DENSE, None
         if call.sparse.gradient_mode == "unbiased":  # "drop" has no dense classes, whatever time its lists take
+            self.seed = call.sparse.gradient_seed
             self.dense = empty_dense(call.operands.linear_weight.shape[0], valid_tokens.order)
             if self.sparse_input:
                 self.input_blocks = self.dense.blocks
@@ -93,15 +95,16 @@ class SparseStep(OnePassStep):
         """Also makes the chunk's lists. The gradient GEMMs that follow only see targets of dense classes."""
         tokens, finished = super().exponentiate(chunk, rows, class_slices, scratch)
         ((_, exponentials),) = class_slices
-        row_sum, valid_tokens = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.valid_tokens
-        compared = compared_rows(exponentials, row_sum, valid_tokens, self.options.gradient_threshold)
+        row_sum, num_classes = self.row_sum if finished.row_sum is None else finished.row_sum, exponentials.shape[1]
+        of_rows = matrix_of(exponentials), row_sum, tokens.valid_tokens, self.dense
+        listed = SparseRows(*of_rows, num_classes, self.options.gradient_threshold, self.seed)
         if chunk.start == 0 and self.dense.number is not None:
-            launch_sparse_or_dense(compared, rows.shape[1], self.dense)
-        drawn, start, carried = drawn_rows(compared, self.options, self.dense), 0, None
+            launch_sparse_or_dense(listed, rows.shape[1])
+        start, carried = 0, None
         if self.shard is not None:
             start = self.shard.start
-            carried = launch_carried(drawn, self.shard) if self.options.gradient_mode == "unbiased" else None
-        of_dense = launch_lists(drawn, finished, tokens.column, self.lists_of(chunk), start, carried)
+            carried = None if self.seed is None else launch_carried(listed, self.shard)
+        of_dense = launch_lists(listed, finished, tokens.column, self.lists_of(chunk), start, carried)
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
