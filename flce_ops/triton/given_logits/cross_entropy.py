@@ -91,8 +91,7 @@ def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
     count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
-    results = RowResults(*(out if out.numel() else None for out in outputs))
-    launch_rows(call, results, logit_sum=call.logit_sum, argmax=call.argmax)
+    launch_rows(call, RowResults(*(out if out.numel() else None for out in outputs)))
 
 
 @takes(LogitsWithGrad)
@@ -138,8 +137,6 @@ def loss_step(
         objective=objective,
         reduction=call.reduction,
         valid_tokens=valid_tokens,
-        logit_sum=objective.d_sum is not None,
-        argmax=call.argmax,
     )
     launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
 
@@ -157,7 +154,7 @@ def launch_backward(call: LogitsBackward) -> Tensor:
 
 
 def backward_step(call: LogitsBackward, grad_logits: Tensor) -> None:
-    launch_rows(call, None, grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
+    launch_rows(call, RowResults(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
 
 
 def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
@@ -186,15 +183,13 @@ def launch(
 
 def launch_rows(
     call: LogitsForward | LogitsWithGrad | LogitsBackward,
-    results: RowResults | None,
+    results: RowResults,
     grad_logits: Tensor | None = None,  # (N, V) out; None if only numbers of the rows are wanted
     *,
     known: KnownRows | None = None,  # if given, the arguments that follow are not
     objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
     valid_tokens: Count | None = None,
-    logit_sum: bool = False,
-    argmax: bool = False,
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
@@ -217,8 +212,6 @@ def launch_rows(
         num_classes,
         OF_TARGET=None if objective is None else objective.of_target.jit,
         OF_ROW=None if objective is None else objective.of_row.jit,
-        LOGIT_SUM=logit_sum,
-        ARGMAX=argmax,
         ALIKE=grad_logits is None or lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),

@@ -62,7 +62,7 @@ def rows_kernel(
     known,  # KnownRows: G is made from these without a sum; of None: the row is summed
     reduction,  # Reduction; None without a loss
     valid_tokens,  # Count of valid tokens, which divides a mean; None without a loss
-    results,  # RowResults
+    results,  # RowResults, out
     class_weight_ptr,  # (V,) float32
     objective,  # None without a loss
     d_sum,  # the loss's derivative by the logit sum; None without a loss
@@ -73,8 +73,6 @@ def rows_kernel(
     V,
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
-    LOGIT_SUM: tl.constexpr,
-    ARGMAX: tl.constexpr,
     ALIKE: tl.constexpr,  # rows of logits and grad_logits have equal alignment
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
@@ -83,6 +81,8 @@ def rows_kernel(
     AHEAD: tl.constexpr,  # blocks of row i + later to prefetch before row i's gradient is written
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
+    LOGIT_SUM: tl.constexpr = d_sum is not None or results.logit_sum is not None
+    ARGMAX: tl.constexpr = results.argmax is not None
     i = tl.program_id(0)
     valid, column = target_of(target_ptr, i, ignore_index, V)
     scores = Scores(logit_numbers, loaded(logit_numbers, i, valid), class_weight_ptr)
