@@ -230,7 +230,7 @@ def test_the_entries_of_a_span_are_counted_in_int32():
     from flce_ops.triton.sparse.sparse_step import span_at_most
 
     with flce_ops.workspace(64 << 30):
-        assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 256 * 256
+        assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 128 * 128
 
 
 @pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])
