@@ -18,7 +18,7 @@ from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_pla
 from flce_ops.triton.gemm.epilogues import MaxSum
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.column_sums import weighted_column_sum
-from flce_ops.triton.rows.scale_rows import launch_scale_rows
+from flce_ops.triton.rows.copy_rows import launch_copy_rows
 from flce_ops.triton.rows.set_entries import launch_set_entries
 from flce_ops.triton.rows.valid_tokens import room_for_rows
 
@@ -283,7 +283,7 @@ def test_rows_are_scaled_and_rounded_once(dtype):
     matrix, factor = torch.randn(300, 9).to(dtype)[:, :7], torch.randn(300)
     out, rest = torch.full((2, 300, 9), float("nan"), dtype=dtype)[:, :, :7]
     exact = matrix.float() * factor[:, None]
-    launch_scale_rows(matrix, factor, out, valid_tokens_of(130, 300), rest)
+    launch_copy_rows(matrix, out, valid_tokens_of(130, 300), factor=factor, rest=rest)
     assert torch.equal(out[:130], exact[:130].to(dtype))
     assert torch.equal(rest[:130], (exact - exact.to(dtype).float())[:130].to(dtype))
     assert not out[130:256].any() and out[256:].isnan().all()  # zeros up to where a tile may reach

@@ -12,13 +12,15 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_backward, launch_with_grad
+from flce_ops.triton.gemm.tma import matrix_of
 from flce_ops.triton.launch import replay
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
+from flce_ops.triton.sparse import gather_sums
 from flce_ops.triton.sparse.class_order import launch_class_order
-from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
-from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, compared_rows, lists_may_pay
+from flce_ops.triton.sparse.gather_sums import Lists, cut_lists, launch_gather_lists
+from flce_ops.triton.sparse.sparse_lists import launch_lists
+from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, SparseRows, lists_may_pay
 from flce_ops.triton.steps import backward, with_grad
 from flce_ops.triton.steps.chunks import slices
 
@@ -57,7 +59,7 @@ def random_lists(n, num_classes, room):
         classes = torch.multinomial(frequent, max(int(count[row]), 1))[: count[row]]
         values = torch.randn(len(classes)).view(torch.int32).long()
         entries[row, : count[row]] = values << 32 | classes
-    return Lists(entries, count)
+    return Lists(entries, count, room)
 
 
 @pytest.mark.parametrize("num_classes", [2053, 4096], ids=["ragged", "even"])
@@ -77,10 +79,11 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     residual = torch.rand(n) * 1e-3
     finished = FinishedRows(exponentials[:, 7], factor, factor, residual)
     room = room_of_row(threshold, num_classes)
-    lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32))
+    lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32), room)
     sparse = SparseGradient(threshold, mode, torch.tensor(11))
-    compared = compared_rows(exponentials, row_sum, valid_tokens, threshold)
-    launch_lists(drawn_rows(compared, sparse, NONE_DENSE), finished, column, lists)
+    seed = sparse.gradient_seed if mode == "unbiased" else None
+    of_rows = matrix_of(exponentials), row_sum, valid_tokens, NONE_DENSE
+    launch_lists(SparseRows(*of_rows, num_classes, threshold, seed), finished, column, lists)
     count = len(order)
     expected = exponentials[:count] * factor[:count, None]
     keep_entries(expected, row_sum[:count] * factor[:count], sparse, Draws(order))
@@ -102,11 +105,11 @@ def test_several_programs_share_a_long_list():
     for row in range(n):
         values = torch.randn(int(count[row])).view(torch.int32).long()
         entries[row, : count[row]] = values << 32 | torch.randperm(num_classes)[: count[row]]
-    lists = Lists(entries, count)
+    lists = Lists(entries, count, room)
     assert lists.walkers == 2
     matrix = dense_lists(lists, num_classes)
     valid_tokens, _ = compact_tokens(torch.zeros(n, dtype=torch.int64), -100, num_classes)
-    classes, _ = launch_class_order(lists, num_classes, valid_tokens, shortest=30, splits=30, hidden=70)
+    classes = launch_class_order(lists, num_classes, rows=2, splits=30, order=valid_tokens.order)
     assert torch.equal(classes.behind, (matrix != 0.0).sum(0).cumsum(0).int())
     column, token = matrix.T.nonzero().unbind(1)
     found = classes.entries[: classes.behind[-1]]
@@ -115,13 +118,15 @@ def test_several_programs_share_a_long_list():
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
-def test_lists_by_class_and_their_sums(add, poisoned_memory):
+@pytest.mark.parametrize("rows", [1, 32, 300], ids="{} tokens a block".format)
+def test_lists_by_class_and_their_sums(rows, add, poisoned_memory, monkeypatch):
+    monkeypatch.setattr(gather_sums, "SPLIT", 30)
     n, num_classes, hidden, room = 261, 17, 70, 3
     lists = random_lists(n, num_classes, room)
     matrix = dense_lists(lists, num_classes)
     target = torch.zeros(n, dtype=torch.int64)
     valid_tokens, _ = compact_tokens(target, -100, num_classes)
-    classes, sums = launch_class_order(lists, num_classes, valid_tokens, shortest=30, splits=30, hidden=hidden)
+    classes = launch_class_order(lists, num_classes, rows=rows, splits=30, order=valid_tokens.order)
     entries, total = classes.entries[: classes.behind[-1]], (matrix != 0.0).sum(0)
     assert torch.equal(classes.behind, total.cumsum(0).int())
     token, column = matrix.T.nonzero()[:, 1], matrix.T.nonzero()[:, 0]
@@ -132,25 +137,23 @@ def test_lists_by_class_and_their_sums(add, poisoned_memory):
 
     table, out = torch.randn(n, hidden), torch.randn(num_classes, hidden)
     expected = matrix.double().T @ table.double() + (out if add else 0.0)
-    launch_gather_lists(classes, sums, table, out, add=add, columns=1024)
+    launch_gather_lists(classes, table, out, add=add, columns=1024, splits=30)
     assert error(out, expected) < 1e-6
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
-def test_sums_of_token_lists_of_which_some_are_cut(add, poisoned_memory):
+def test_sums_of_token_lists_of_which_some_are_cut(add, poisoned_memory, monkeypatch):
     n, num_classes, hidden, room = 23, 40, 300, 37
     lists = random_lists(n, num_classes, room)
     whole = n // 2
     lists.entries[whole] = torch.randn(room).view(torch.int32).long() << 32 | torch.randperm(num_classes)[:room]
     lists.lengths[[0, whole]] = torch.tensor([0, room], dtype=torch.int32)
-    lengths = lists.lengths
-    cut = SplitLists(lists.entries, lengths, None, torch.empty((), dtype=torch.int32), torch.empty_like(lengths), room)
-    launch_split_lists(cut, shortest=8, splits=1000)
+    monkeypatch.setattr(gather_sums, "SPLIT", 8)
+    cut = cut_lists(lists, 1000)
     assert cut.split == 8 and cut.splits[whole] - cut.splits[whole - 1] == -(-room // 8)
-    sums = torch.full((int(cut.splits[-1]), hidden), torch.nan)
     weight, rows = torch.randn(hidden, num_classes).T, torch.randn(n, hidden)
     expected = dense_lists(lists, num_classes).double() @ weight.double() + (rows if add else 0.0)
-    launch_gather_lists(cut, sums, weight, rows, add=add, columns=256)
+    launch_gather_lists(cut, weight, rows, add=add, columns=256, splits=1000)
     assert error(rows, expected) < 1e-6
 
 
@@ -227,7 +230,7 @@ def test_the_entries_of_a_span_are_counted_in_int32():
     from flce_ops.triton.sparse.sparse_step import span_at_most
 
     with flce_ops.workspace(64 << 30):
-        assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 256 * 256
+        assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 128 * 128
 
 
 @pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])

@@ -37,10 +37,12 @@ def rows_of_lists(lists, start):
 @pytest.mark.parametrize("has_dense", [False, True], ids=["lists", "and dense"])
 def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, poisoned_memory):
     from flce_ops.triton.gemm.class_blocks import LIVE
+    from flce_ops.triton.gemm.tma import matrix_of
     from flce_ops.triton.rows.finish_rows import FinishedRows
     from flce_ops.triton.rows.valid_tokens import compact_tokens
-    from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
-    from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, compared_rows
+    from flce_ops.triton.sparse.gather_sums import Lists
+    from flce_ops.triton.sparse.sparse_lists import launch_carried, launch_lists
+    from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, SparseRows
 
     if has_dense and mode == "drop":
         pytest.skip("what is dropped has no dense classes")
@@ -53,12 +55,17 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
     row_sum, factor, residual = whole.sum(1), torch.rand(N) + 0.5, torch.rand(N) * 1e-3
     whole[torch.arange(N), 1900] -= row_sum  # the target's entry is negative
 
+    def listed_rows(exponentials, dense):
+        seed = sparse.gradient_seed if mode == "unbiased" else None
+        of_rows = matrix_of(exponentials), row_sum, valid_tokens, dense
+        return SparseRows(*of_rows, exponentials.shape[1], 2.0**-7, seed)
+
     def lists_of(exponentials, column, dense=NONE_DENSE, start=0, carried=None):
         finished = FinishedRows(exponentials[:, 0], factor, factor, residual)
-        lists = Lists(torch.empty(N, room_of_row(2.0**-7, vocab), dtype=torch.int64), torch.empty(N, dtype=torch.int32))
+        room = room_of_row(2.0**-7, vocab)
+        lists = Lists(torch.empty(N, room, dtype=torch.int64), torch.empty(N, dtype=torch.int32), room)
         column = torch.full((N,), column)
-        compared = compared_rows(exponentials, row_sum, valid_tokens, 2.0**-7)
-        launch_lists(drawn_rows(compared, sparse, dense), finished, column, lists, start, carried)
+        launch_lists(listed_rows(exponentials, dense), finished, column, lists, start, carried)
         return rows_of_lists(lists, start)
 
     rows, shards = -(-vocab // ranks), []
@@ -75,12 +82,7 @@ def test_lists_of_shards_are_those_of_one_device(vocab, ranks, mode, has_dense, 
         shards.append((rank * rows, exponentials, dense))
 
     def carried_of(gather):
-        return [
-            launch_carried(
-                drawn_rows(compared_rows(e, row_sum, valid_tokens, 2.0**-7), sparse, dense), Shard(start, rows, gather)
-            )
-            for start, e, dense in shards
-        ]
+        return [launch_carried(listed_rows(e, dense), Shard(start, rows, gather)) for start, e, dense in shards]
 
     carried = [None] * ranks
     if mode == "unbiased":

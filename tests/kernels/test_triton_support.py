@@ -11,6 +11,7 @@ from reference_support import draw
 
 from flce_ops.aten import support as in_aten
 from flce_ops.math.support import PaddedIds
+from flce_ops.triton.sparse import gather_sums
 from flce_ops.triton.sparse import support as in_triton
 
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -40,7 +41,7 @@ def double(*tensors):
 def test_rows_and_gradients_are_those_of_aten_in_float64(
     dtype, bias, options, shape, width, poisoned_memory, monkeypatch
 ):
-    monkeypatch.setattr(in_triton, "SPLIT", 16)
+    monkeypatch.setattr(gather_sums, "SPLIT", 16)
     inputs, support = prepared(shape, width, dtype, bias)
     entries = places_of(support)
     options = scalars(options)
@@ -75,14 +76,14 @@ def test_rows_and_gradients_are_those_of_aten_in_float64(
 @pytest.mark.parametrize("blocks", [1, 2, 7, 29])
 def test_lists_of_classes_are_sorted_by_class_and_token(blocks, poisoned_memory, monkeypatch):
     """Whatever the number of blocks of tokens is."""
-    monkeypatch.setattr(in_triton, "TABLE_BYTES", 4 * 13 * (blocks + 1))
+    monkeypatch.setattr(in_triton, "TABLE_BYTES", 4 * 13 * blocks)
     inputs, support = prepared((29, 4, 13), 9, torch.float16, True)
     lists = []
 
-    def listed(entries, lengths, *others):
-        lists.append((entries[: int(lengths.sum())].clone(), lengths))
+    def listed(found, *others, **options):
+        lists.append((found.entries.clone(), found.lengths))
 
-    monkeypatch.setattr(in_triton, "launch_sums", listed)
+    monkeypatch.setattr(in_triton, "launch_gather_lists", listed)
     found = in_triton.launch_forward(*inputs.args, *support)
     cotangent = torch.randn(29)
     in_triton.launch_backward(
@@ -91,6 +92,7 @@ def test_lists_of_classes_are_sorted_by_class_and_token(blocks, poisoned_memory,
     (of_tokens, tokens), (of_classes, classes) = lists
     place, token = places_of(support), torch.repeat_interleave(torch.arange(29), support.ends - support.begins)
     assert torch.equal(tokens, support.ends - support.begins)
+    of_tokens, of_classes = of_tokens[place], of_classes[: len(place)]
     assert torch.equal(of_tokens & 0xFFFFFFFF, support.classes[place].long())
     column, order = support.classes[place].sort(stable=True)
     assert torch.equal(of_classes & 0xFFFFFFFF, token[order])

@@ -23,14 +23,14 @@ from ...math.options import LogitOptions
 from ...objectives.divergence import Divergence, Forward
 from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
-from ..gemm.logits_gemm import base2_logits
+from ..gemm.logits_gemm import LOG2E, base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
 from ..gemm.tma import Matrix, load_tile, store_tile
 from ..launch.replay import Kernel
 from ..rows.logit_numbers import number_of
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
-from .softmax_rows import Softmax, store_shift
+from .softmax_rows import Softmax, move_shift
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
@@ -138,9 +138,9 @@ def divergence_kernel(
 
 
 class RowResults(NamedTuple):
-    """Outputs in nats, indexed by token; 0 for ignored tokens."""
+    """In nats, indexed by token; 0 for ignored tokens. Forward returns them; backward gets all but the first."""
 
-    divergence: Tensor | None  # (N,)
+    divergence: Tensor | None = None  # (N,)
     shift: Tensor | None = None  # (2, N)
     teacher_shift: Tensor | None = None  # (2, N), if the teacher is a model
     student_kl: Tensor | None = None  # (N,), K; None for "forward" and class probabilities
@@ -179,23 +179,30 @@ def finish_divergence_kernel(
     if results.student_kl is not None:
         tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
     if results.shift is not None:
-        store_shift(student_shift_ptr, results.shift, token, i, n, N, inside, mask)
+        move_shift(student_shift_ptr, i, n, results.shift, token, N, mask, inside, LN2)
     if results.teacher_shift is not None:
-        store_shift(teacher_shift_ptr, results.teacher_shift, token, i, n, N, inside, mask)
+        move_shift(teacher_shift_ptr, i, n, results.teacher_shift, token, N, mask, inside, LN2)
 
 
 @Kernel
-def known_number_kernel(
-    student_kl_ptr,  # (N,) nats
+def known_rows_kernel(
+    known,  # RowResults
+    student_shift_ptr,  # (2, n) out
+    teacher_shift_ptr,  # (2, n) out
     row_number_ptr,  # (n,) out
     valid_tokens,  # ValidTokens
     n,
+    N,
     BLOCK_N: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    tl.store(row_number_ptr + i, tl.load(student_kl_ptr + token, mask=mask, other=0.0) / LN2, mask=mask)
+    move_shift(known.shift, token, N, student_shift_ptr, i, n, mask, mask, LOG2E)
+    if known.teacher_shift is not None:
+        move_shift(known.teacher_shift, token, N, teacher_shift_ptr, i, n, mask, mask, LOG2E)
+    if known.student_kl is not None:
+        tl.store(row_number_ptr + i, tl.load(known.student_kl + token, mask=mask, other=0.0) / LN2, mask=mask)
 
 
 @dataclass(eq=False)
@@ -247,9 +254,11 @@ class Rows:
             num_warps=2,
         )
 
-    def take_number(self, student_kl: Tensor) -> None:
-        known_number_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
-            student_kl, self.row_number, self.valid_tokens, self.n, BLOCK_N=BLOCK_ROWS, num_warps=2
+    def take(self, known: RowResults) -> None:
+        """Fills in the shifts, and the number of each row, from what forward returned."""
+        shifts, n, tokens = (self.shifts[0], self.shifts[-1]), self.n, known.shift.shape[1]
+        known_rows_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
+            known, *shifts, self.row_number, self.valid_tokens, n, tokens, BLOCK_N=BLOCK_ROWS, num_warps=2
         )
 
     def make_gradient(self, gradient: Tensor, scale: RowScale) -> None:

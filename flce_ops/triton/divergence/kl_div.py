@@ -1,4 +1,4 @@
-"""CUDA implementations of linear_kl_div's three operators. All three run the loop over chunks in kl_div_step.py.
+"""CUDA implementations of linear_kl_div's three operators. All three run the step in kl_div_step.py.
 
 forward      row sums, no G
 with_grad    row sums and G
@@ -22,7 +22,7 @@ from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..steps.chunks import contiguous, record_chunks
 from ..steps.gradients import Gradients, finish_gradients, wanted_gradients
 from .divergence_rows import RowResults, RowScale
-from .kl_div_step import ForwardRows, run_chunks
+from .kl_div_step import KlDivStep
 
 # N tokens
 
@@ -39,7 +39,7 @@ def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, T
 def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]:
     results = RowResults(*(out if out.numel() else None for out in outputs))
     valid_tokens, _ = compacted_tokens(call.operands)
-    return run_chunks(call.operands, call.options, valid_tokens, NO_GRADIENTS, results)
+    return KlDivStep(call.operands, call.options, valid_tokens, NO_GRADIENTS, results).run()
 
 
 @takes(KlDivWithGrad)
@@ -56,7 +56,7 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(grads, call.output_mask)
     scale = RowScale(call.row_scale, call.options.logit_scale)
-    chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale)
+    chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale).run()
     finish_gradients(grads, gradients, valid_tokens, place)
     launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
     return chunks
@@ -76,9 +76,9 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
 def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(outputs, call.output_mask)
-    known = ForwardRows(call.shift, call.teacher_shift, call.student_kl)
-    scale = RowScale(call.grad, call.options.logit_scale)
-    chunks = run_chunks(call.operands, call.options, valid_tokens, gradients, RowResults(None), scale, known)
+    of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
+    known, scale = RowResults(None, *of_rows), RowScale(call.grad, call.options.logit_scale)
+    chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(), scale, known).run()
     finish_gradients(outputs, gradients, valid_tokens, place)
     return chunks
 

@@ -15,7 +15,6 @@ in place.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -37,61 +36,32 @@ from ..steps.chunks import MULTIPLE, slices
 from ..steps.gradients import Gradients
 from .divergence_rows import Distributions, RowResults, Rows, RowScale
 from .kl_div_chunking import (
-    RowChunking,
     chunk_rows,
     fits_in_logits,
     row_numbers,
     stored_dtype,
 )
-from .softmax_rows import (
-    Linear,
-    Softmax,
-    share_denominators,
-    store_logits,
-    take_shift,
-)
+from .softmax_rows import Linear, Softmax, share_denominators, store_logits
 
 # N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T
 # tiles along V
 
 
-class ForwardRows(NamedTuple):
-    """The numbers that forward saved for every token, in nats."""
-
-    shift: Tensor  # (2, N)
-    teacher_shift: Tensor  # (2, N), or (2, 0)
-    student_kl: Tensor  # (N,), or (0,)
-
-
-def run_chunks(
-    operands: KlDivOperands,
-    options: KlDivOptions,
-    valid_tokens: ValidTokens,
-    gradients: Gradients,
-    results: RowResults,
-    scale: RowScale | None = None,
-    known: ForwardRows | None = None,
-) -> list[slice]:
-    """Runs the step and returns its chunks."""
-    chunking = chunk_rows(operands, options, gradients)
-    step = KlDivStep(operands, options, valid_tokens, gradients, chunking)
-    for chunk, blocks in zip(chunking.chunks, chunking.blocks, strict=True):
-        step.run(chunk, blocks, results, scale, known)
-    return chunking.chunks
-
-
 @dataclass(eq=False)
 class KlDivStep:
-    """The buffers that all chunks of a step share."""
+    """A step, and the buffers that all of its chunks share."""
 
     operands: KlDivOperands
     options: KlDivOptions
     valid_tokens: ValidTokens
     gradients: Gradients
-    chunking: RowChunking
+    results: RowResults
+    scale: RowScale | None = None  # for G
+    known: RowResults | None = None  # what forward returned
 
     def __post_init__(self) -> None:
-        operands, chunking = self.operands, self.chunking
+        operands = self.operands
+        self.chunking = chunking = chunk_rows(operands, self.options, self.gradients)
         self.grad_input, grad_weight, self.bias_sum = self.gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
@@ -109,21 +79,20 @@ class KlDivStep:
         if grad_weight is not None:
             self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=len(chunking.chunks))
 
-    def run(
-        self,
-        chunk: slice,
-        blocks: list[slice],
-        results: RowResults,
-        scale: RowScale | None,
-        known: ForwardRows | None,
-    ) -> None:
+    def run(self) -> list[slice]:
+        """Returns the chunks."""
+        for chunk, blocks in zip(self.chunking.chunks, self.chunking.blocks, strict=True):
+            self.run_chunk(chunk, blocks)
+        return self.chunking.chunks
+
+    def run_chunk(self, chunk: slice, blocks: list[slice]) -> None:
         valid_tokens, n = self.valid_tokens.of(chunk), chunk.stop - chunk.start
         tokens = self.apart[:n] if self.grad_input is None else self.grad_input[chunk]
         launch_copy_rows(self.operands.input, tokens, valid_tokens)
         logits = matrix(self.logits, n, self.classes)
         for block in blocks:
-            self.run_block(valid_tokens.of(block), tokens[block], logits[block], results, scale, known)
-        if scale is not None:
+            self.run_block(valid_tokens.of(block), tokens[block], logits[block])
+        if self.scale is not None:
             gradient = matrix(self.logits.view(tokens.dtype), n, self.classes)
             self.add_to_weight(gradient, tokens, valid_tokens)
             self.write_input(gradient, chunk, valid_tokens)
@@ -133,29 +102,26 @@ class KlDivStep:
         valid_tokens: ValidTokens,
         tokens: Tensor,  # (n, D)
         logits: Tensor,  # (n, V) out: the student's logits, then G
-        results: RowResults,
-        scale: RowScale | None,
-        known: ForwardRows | None,
     ) -> None:
-        distributions, sums = self.softmaxes(valid_tokens, tokens, logits, known)
+        distributions, sums = self.softmaxes(valid_tokens, tokens, logits)
         rows = Rows(distributions, DIVERGENCES[self.options.kind], self.options.beta, valid_tokens, self.tile)
-        gradient = None if scale is None else logits.view(tokens.dtype)
-        if known is not None and self.options.of_student:
-            rows.take_number(known.student_kl)
-        elif known is None or not rows.gradient_at_once:
-            totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, scale)
+        gradient = None if self.scale is None else logits.view(tokens.dtype)
+        if self.known is not None:
+            rows.take(self.known)
+        if self.known is None or not (self.options.of_student or rows.gradient_at_once):
+            totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, self.scale)
             totals = all_reduce(totals, self.options.group, self.options.ranks)
-            rows.finish(totals, results, self.tokens)
-        if gradient is not None and not (known is None and rows.gradient_at_once):
-            rows.make_gradient(gradient, scale)
+            rows.finish(totals, self.results, self.tokens)
+        if gradient is not None and not (self.known is None and rows.gradient_at_once):
+            rows.make_gradient(gradient, self.scale)
 
-    def softmaxes(
-        self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor, known: ForwardRows | None
-    ) -> tuple[Distributions, Tensor]:
-        """Returns the distributions of a block, and (s, T, n) memory for sums of tiles."""
+    def softmaxes(self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor) -> tuple[Distributions, Tensor]:
+        """Returns the distributions of a block, without their shifts if forward returned these, and (s, T, n) memory
+        for sums of tiles.
+        """
         operands, options, n = self.operands, self.options, tokens.shape[0]
         models = [Linear(tokens, operands.linear_weight, operands.linear_bias, options.student)]
-        matrices, shifts = [logits], None if known is None else known[:2]
+        matrices = [logits]
         if operands.teacher_input is not None:
             teacher_tokens = self.teacher_tokens(logits)
             launch_copy_rows(operands.teacher_input, teacher_tokens, valid_tokens)
@@ -173,12 +139,9 @@ class KlDivStep:
         # the teacher goes first: its gathered rows are in the memory of the student's logits
         for model, softmax, tile_sum in list(zip(models, softmaxes, sums))[::-1]:
             store_logits(model, softmax, tile_sum, valid_tokens)
-        for k, (softmax, tile_sum) in enumerate(zip(softmaxes, sums)):
-            if shifts is None:
+        if self.known is None:
+            for softmax, tile_sum in zip(softmaxes, sums):
                 launch_max_and_sum(softmax.tile_max, tile_sum, softmax.shift, valid_tokens)
-            else:
-                take_shift(softmax, shifts[k], valid_tokens)
-        if shifts is None:
             share_denominators(softmaxes, options.group, options.ranks)
         teacher = softmaxes[1] if len(softmaxes) > 1 else None
         return Distributions(softmaxes[0], teacher, matrix_of(operands.teacher_probs)), sums

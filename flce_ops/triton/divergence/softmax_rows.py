@@ -24,14 +24,11 @@ from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...math.shards import lse_of_shards
-from ...objectives.in_triton import LN2
 from ...support.exchange import all_gather
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import MaxSum
-from ..gemm.logits_gemm import LOG2E
-from ..launch.replay import Kernel
 from ..rows.two_sum import rescaled
-from ..rows.valid_tokens import ValidTokens, valid_rows
+from ..rows.valid_tokens import ValidTokens
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, R ranks that share it
 
@@ -53,39 +50,21 @@ class Linear(NamedTuple):
     options: LogitOptions
 
 
-@Kernel
-def known_shift_kernel(
-    known_ptr,  # (2, N) nats
-    shift_ptr,  # (2, n) out
-    valid_tokens,  # ValidTokens
-    n,
-    N,
-    BLOCK_N: tl.constexpr,
-):
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < valid_rows(valid_tokens, n)
-    token = tl.load(valid_tokens.order + i, mask=mask, other=0)
-    high = tl.load(known_ptr + token, mask=mask, other=0.0)
-    low = tl.load(known_ptr + N + token, mask=mask, other=0.0)
-    high, low = rescaled(high, low, LOG2E)
-    tl.store(shift_ptr + i, high, mask=mask)
-    tl.store(shift_ptr + n + i, low, mask=mask)
-
-
 @triton.jit
-def store_shift(
-    shift_ptr,  # (2, n)
-    out_ptr,  # (2, N) out, nats; 0 where ignored
-    token,
+def move_shift(
+    shift_ptr,  # (2, n), read at i
     i,
     n,
+    out_ptr,  # (2, N) out, written at token
+    token,
     N,
-    inside,
     mask,
+    inside,
+    FACTOR: tl.constexpr,  # ln 2 or log2 e
 ):
     high = tl.load(shift_ptr + i, mask=mask, other=0.0)
     low = tl.load(shift_ptr + n + i, mask=mask, other=0.0)
-    high, low = rescaled(high, low, LN2)
+    high, low = rescaled(high, low, FACTOR)
     tl.store(out_ptr + token, high, mask=inside)
     tl.store(out_ptr + N + token, low, mask=inside)
 
@@ -113,10 +92,3 @@ def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) 
     denominators = lse_of_shards(row_max - own[:, 0] + log_sum, torch.exp2, torch.log2)
     for softmax, denominator in zip(softmaxes, denominators):
         softmax.shift[1] = denominator
-
-
-def take_shift(softmax: Softmax, known: Tensor, valid_tokens: ValidTokens) -> None:  # (2, N) nats
-    n = softmax.shift.shape[1]
-    known_shift_kernel[(triton.cdiv(n, 64),)](
-        known, softmax.shift, valid_tokens, n, known.shape[1], BLOCK_N=64, num_warps=2
-    )

@@ -20,17 +20,12 @@ from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
 from ..launch.replay import repeated
 from ..rows.finish_rows import in_kernel
+from ..rows.gradient_factors import KnownRows
 from ..rows.logit_numbers import numbers_in_kernel
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import Count, count_tokens
 from ..steps.chunks import contiguous
-from .cross_entropy_kernels import (
-    NOTHING_KNOWN,
-    ForwardNumbers,
-    KnownRows,
-    LossResults,
-    rows_kernel,
-)
+from .cross_entropy_kernels import RowResults, rows_kernel
 from .logit_rows import matrix_of
 
 # N tokens, V vocabulary
@@ -96,8 +91,7 @@ def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
     count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
-    numbers = ForwardNumbers(*(out if out.numel() else None for out in outputs))
-    launch_rows(call, numbers, logit_sum=call.logit_sum, argmax=call.argmax)
+    launch_rows(call, RowResults(*(out if out.numel() else None for out in outputs)))
 
 
 @takes(LogitsWithGrad)
@@ -136,17 +130,13 @@ def loss_step(
     logits, target, _ = call.operands
     valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
     objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
-    numbers = LossResults(losses, argmax if call.argmax else None)
-    gradient = logits if grad_logits is None else grad_logits
     launch_rows(
         call,
-        numbers,
-        gradient,
+        RowResults(losses=losses, argmax=argmax if call.argmax else None),
+        logits if grad_logits is None else grad_logits,
         objective=objective,
         reduction=call.reduction,
         valid_tokens=valid_tokens,
-        logit_sum=objective.d_sum is not None,
-        argmax=call.argmax,
     )
     launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
 
@@ -164,7 +154,7 @@ def launch_backward(call: LogitsBackward) -> Tensor:
 
 
 def backward_step(call: LogitsBackward, grad_logits: Tensor) -> None:
-    launch_rows(call, None, grad_logits, known=KnownRows(call.lse, call.lse_rest, *call.cotangents))
+    launch_rows(call, RowResults(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
 
 
 def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
@@ -193,15 +183,13 @@ def launch(
 
 def launch_rows(
     call: LogitsForward | LogitsWithGrad | LogitsBackward,
-    numbers: ForwardNumbers | LossResults | None,
+    results: RowResults,
     grad_logits: Tensor | None = None,  # (N, V) out; None if only numbers of the rows are wanted
     *,
-    known: KnownRows = NOTHING_KNOWN,  # if given, the arguments that follow are not
+    known: KnownRows | None = None,  # if given, the arguments that follow are not
     objective: CrossEntropy | None = None,
     reduction: Reduction | None = None,
     valid_tokens: Count | None = None,
-    logit_sum: bool = False,
-    argmax: bool = False,
 ) -> None:
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
@@ -210,10 +198,10 @@ def launch_rows(
         matrix_of(logits),
         None if grad_logits is None else matrix_of(grad_logits),
         target,
-        known,
+        known or KnownRows(),
         reduction,
         valid_tokens,
-        numbers,
+        results,
         weight,
         None if objective is None else in_kernel(objective),
         None if objective is None else objective.d_sum,
@@ -224,8 +212,6 @@ def launch_rows(
         num_classes,
         OF_TARGET=None if objective is None else objective.of_target.jit,
         OF_ROW=None if objective is None else objective.of_row.jit,
-        LOGIT_SUM=logit_sum,
-        ARGMAX=argmax,
         ALIKE=grad_logits is None or lie_alike(logits, grad_logits),
         BLOCK_G=tile.block_g,
         VEC=16 // logits.element_size(),

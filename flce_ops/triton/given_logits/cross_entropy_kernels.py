@@ -43,34 +43,15 @@ from .logit_rows import (
 # N tokens, V vocabulary
 
 
-class ForwardNumbers(NamedTuple):
-    """(N,) each, as in meta.forward_outputs; None if not requested."""
+class RowResults(NamedTuple):
+    """(N,) each: the losses of a step with a loss, or the numbers of meta.forward_outputs; None if not requested."""
 
-    target_logit: Tensor
-    lse: Tensor
-    logit_sum: Tensor | None
-    argmax: Tensor | None
-    lse_rest: Tensor
-
-
-class KnownRows(NamedTuple):
-    """Row statistics that forward saved, and their cotangents; (N,) each. If `lse` is None, all are None."""
-
+    target_logit: Tensor | None = None
     lse: Tensor | None = None
+    logit_sum: Tensor | None = None
+    argmax: Tensor | None = None
     lse_rest: Tensor | None = None
-    grad_target_logit: Tensor | None = None
-    grad_lse: Tensor | None = None
-    grad_logit_sum: Tensor | None = None
-
-
-NOTHING_KNOWN = KnownRows()
-
-
-class LossResults(NamedTuple):
-    """Results other than the gradient; (N,) each."""
-
-    losses: Tensor
-    argmax: Tensor | None  # None if not requested
+    losses: Tensor | None = None
 
 
 @Kernel
@@ -78,10 +59,10 @@ def rows_kernel(
     logits,  # Matrix
     grad_logits,  # Matrix, out, may be the same; None: only the numbers of the rows
     target_ptr,  # (N,)
-    known,  # KnownRows: G is made from these without a sum; NOTHING_KNOWN: the row is summed
+    known,  # KnownRows: G is made from these without a sum; of None: the row is summed
     reduction,  # Reduction; None without a loss
     valid_tokens,  # Count of valid tokens, which divides a mean; None without a loss
-    outputs,  # ForwardNumbers; LossResults with a loss
+    results,  # RowResults, out
     class_weight_ptr,  # (V,) float32
     objective,  # None without a loss
     d_sum,  # the loss's derivative by the logit sum; None without a loss
@@ -92,8 +73,6 @@ def rows_kernel(
     V,
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
-    LOGIT_SUM: tl.constexpr,
-    ARGMAX: tl.constexpr,
     ALIKE: tl.constexpr,  # rows of logits and grad_logits have equal alignment
     BLOCK_G: tl.constexpr,
     VEC: tl.constexpr,
@@ -102,6 +81,8 @@ def rows_kernel(
     AHEAD: tl.constexpr,  # blocks of row i + later to prefetch before row i's gradient is written
 ):
     DTYPE: tl.constexpr = logits.pointer.dtype.element_ty
+    LOGIT_SUM: tl.constexpr = d_sum is not None or results.logit_sum is not None
+    ARGMAX: tl.constexpr = results.argmax is not None
     i = tl.program_id(0)
     valid, column = target_of(target_ptr, i, ignore_index, V)
     scores = Scores(logit_numbers, loaded(logit_numbers, i, valid), class_weight_ptr)
@@ -144,16 +125,16 @@ def rows_kernel(
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         log2_sum = tl.where(valid, log2_sum, 0.0)
         if ARGMAX:
-            tl.store(outputs.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
+            tl.store(results.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
         target_logit, _ = logits_of(u_target, scores)
     if grad_logits is None:
         lse64 = row_max.to(tl.float64) + log2_sum.to(tl.float64) * 0.6931471805599453
         lse, rest = in_two_float32(lse64)
-        tl.store(outputs.target_logit + i, tl.where(valid, target_logit, 0.0))
-        tl.store(outputs.lse + i, lse)
-        tl.store(outputs.lse_rest + i, rest.to(tl.float32))
+        tl.store(results.target_logit + i, tl.where(valid, target_logit, 0.0))
+        tl.store(results.lse + i, lse)
+        tl.store(results.lse_rest + i, rest.to(tl.float32))
         if LOGIT_SUM:
-            tl.store(outputs.logit_sum + i, tl.where(valid, logit_sum, 0.0))
+            tl.store(results.logit_sum + i, tl.where(valid, logit_sum, 0.0))
     else:
         if known.lse is None:
             if AHEAD > 0:
@@ -173,7 +154,7 @@ def rows_kernel(
             surprisal = tl.where(surprisal < 0.0, 0.0, surprisal)  # rounding of row_sum can make it negative
             value, slope = OF_TARGET(surprisal, target_weight, None, objective)
             value, d_lse = OF_ROW(value, slope, row_max + log_sum, asked_sum, None, objective)
-            tl.store(outputs.losses + i, tl.where(valid, value, 0.0))
+            tl.store(results.losses + i, tl.where(valid, value, 0.0))
             scale = tl.where(valid, scale_of_rows(reduction, valid_tokens, i, valid), 0.0) * logit_scale
             factor = scale * d_lse / row_sum
             sum_factor = None

@@ -52,18 +52,6 @@ def gradient_numbers(u, col, mask, slopes, scores, AT_TARGET: tl.constexpr):
 
 
 @triton.jit
-def store_block(groups_ptr, g, block, groups, BLOCK_G: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):
-    group, number = numbers_of(0, BLOCK_G, VEC)
-    g = g.to(groups_ptr.dtype.element_ty)
-    groups_ptr += block * (BLOCK_G * VEC)
-    if MASKED:
-        mask = tl.broadcast_to(group < groups - block * BLOCK_G, (BLOCK_G, VEC))
-        tl.store(groups_ptr + number, g, mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(groups_ptr + number, g, eviction_policy="evict_first")
-
-
-@triton.jit
 def store_gradient(
     out_groups_ptr,
     words,  # the block's words (logit_rows.py)
@@ -75,11 +63,15 @@ def store_gradient(
     VEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    dtype: tl.constexpr = out_groups_ptr.dtype.element_ty
     group, number = numbers_of(block, BLOCK_G, VEC)
-    mask = tl.broadcast_to(group < row.groups, (BLOCK_G, VEC))
-    u = numbers_in(words, out_groups_ptr.dtype.element_ty)
-    g = gradient_numbers(u, row.head + number, mask, slopes, scores, False)
-    store_block(out_groups_ptr, g, block, row.groups, BLOCK_G, VEC, MASKED)
+    inside = tl.broadcast_to(group < row.groups, (BLOCK_G, VEC))
+    g = gradient_numbers(numbers_in(words, dtype), row.head + number, inside, slopes, scores, False)
+    _, place = numbers_of(0, BLOCK_G, VEC)
+    mask = None
+    if MASKED:
+        mask = inside
+    tl.store(out_groups_ptr + block * (BLOCK_G * VEC) + place, g.to(dtype), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Kernels over rows of tokens, before and after a GEMM.
 
 valid_tokens.py          the valid tokens and their number, on the device; whether one chunk suffices for them
-copy_rows.py             copies rows of valid tokens side by side; moves gradient rows back to their tokens
+copy_rows.py             copies rows of valid tokens side by side; c input; moves gradient rows back to their tokens
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
 logit_numbers.py         loads logit_scale and softcap: one for all rows, or one for each token
 topk.py                  the K classes of a token: equal classes; the largest entry
@@ -9,7 +9,6 @@ finish_rows.py           after the logits GEMM: losses and row factors, by the f
 row_statistics.py        entropy and other statistics of rows
 gradient_factors.py      before the GEMM of backward, where lse is known: the factors of G
 set_entries.py           the targets' entries of a gradient
-scale_rows.py            c input
 target_rows.py           exact weight gradients of classes that are the target of few tokens
 smoothing.py, column_sums.py rank-1 terms, column sums
 sum_losses.py            the scalar loss

@@ -97,36 +97,19 @@ def over_topk(values, SOFT: tl.constexpr):
         return values
 
 
-@Kernel
-def shard_numbers_kernel(
-    tokens,  # Tokens
-    sums,  # RowSums
-    numbers_ptr,  # (k, n) out: lse2 of this rank's classes; z2 of the target, or 0; the logit sum, if requested
-    n,
-    BLOCK_N: tl.constexpr,
-):
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < valid_rows(tokens.valid_tokens, n)
-    reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    logit = tl.load(tokens.target_logit + i, mask=mask, other=0.0)
-    here = tl.load(tokens.column + i, mask=mask, other=-1) >= 0
-    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), False)
-    tl.store(numbers_ptr + i, reference + tl.log2(row_sum), mask=mask)
-    tl.store(numbers_ptr + n + i, tl.where(here, logit, 0.0), mask=mask)
-    if sums.logit_sum is not None:
-        tl.store(numbers_ptr + 2 * n + i, tl.load(sums.logit_sum + i, mask=mask, other=0.0), mask=mask)
-
-
-def launch_shard_numbers(tokens: Tokens, sums: RowSums) -> Tensor:
-    """Returns the (k, n) numbers that ranks exchange. k is 2, or 3 with logit sums. With argmax k is larger by 2, and
-    the caller fills in these rows.
+def shard_numbers(tokens: Tokens, sums: RowSums, vocab_start: int) -> Tensor:
+    """Returns the (k, n) numbers that ranks exchange: lse2 of this rank's classes; z2 of the target, or 0; if
+    requested, the logit sum, the largest logit and its class.
     """
-    n = tokens.column.shape[0]
-    count = 2 + (sums.logit_sum is not None) + 2 * (sums.argmax is not None)
-    numbers = torch.empty(count, n, dtype=torch.float32, device=tokens.column.device)
-    shard_numbers_kernel[(triton.cdiv(n, ROWS),)](tokens, sums, numbers, n, BLOCK_N=ROWS, num_warps=2)
-    return numbers
+    here, reference, row_sum = tokens.column >= 0, sums.reference_logit, sums.exponentials
+    share = torch.where(here, torch.exp2(tokens.target_logit - reference), 0.0)
+    row_sum = torch.where(row_sum < share, share, row_sum)
+    numbers = [reference + row_sum.log2(), torch.where(here, tokens.target_logit, 0.0)]
+    if sums.logit_sum is not None:
+        numbers.append(sums.logit_sum)
+    if sums.argmax is not None:
+        numbers += [sums.max_logit, (sums.argmax + vocab_start).to(torch.float32)]
+    return torch.stack(numbers)
 
 
 @Kernel

@@ -66,7 +66,7 @@ def gather_tokens_kernel(
     valid_tokens,  # ValidTokens
     operands,  # Operands; if its target is None, column 0 is used
     rows_ptr,  # (n, D) out, with zeros after the valid rows up to a multiple of 128
-    at_target,  # AtTarget, out
+    at_target,  # AtTarget, out; without a target, its reference alone
     class_sum,  # ClassSum; its fields are None without a logit sum
     pair,  # Pair, with rows for all N tokens
     V,
@@ -86,12 +86,12 @@ def gather_tokens_kernel(
         tl.store(at_target.guard, 0)
     if row < count:
         token = tl.load(valid_tokens.order + row).to(tl.int64)
-        column = tl.full((), -1, tl.int64)
+        column = tl.full((), 0, tl.int64)
         if operands.target is not None:
-            column = tl.load(operands.target + token).to(tl.int64) - vocab_start
-        hit = (column >= 0) & (column < V)
-        tl.store(at_target.column + row, tl.where(hit, column, -1))
-        column = tl.where(hit, column, 0)
+            target = tl.load(operands.target + token).to(tl.int64) - vocab_start
+            hit = (target >= 0) & (target < V)
+            tl.store(at_target.column + row, tl.where(hit, target, -1))
+            column = tl.where(hit, target, 0)
         acc = tl.zeros((BLOCK_D,), tl.float32)
         summed = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -111,10 +111,11 @@ def gather_tokens_kernel(
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
         numbers = loaded(logit_numbers, token, token >= 0)
         z2, dz_du = base2_logits(product, bias, logit_numbers, numbers)
-        tl.store(at_target.logit + row, z2)
         tl.store(at_target.reference + row, z2)
-        if logit_numbers.softcap is not None:
-            tl.store(at_target.dz_du + row, dz_du)
+        if operands.target is not None:
+            tl.store(at_target.logit + row, z2)
+            if logit_numbers.softcap is not None:
+                tl.store(at_target.dz_du + row, dz_du)
         if at_target.logit_sum is not None:
             bias_sum = None
             if class_sum.bias is not None:
@@ -196,16 +197,22 @@ def launch_gather_targets(
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, triton.next_power_of_2(rows.shape[1]))
-    logit, reference = row_vectors(input, 2, n)
-    guard = input.new_empty((), dtype=torch.int32)
-    dz_du = None if logit_options.softcap is None else logit.new_empty(logit.shape)
-    logit_sum = None if class_sum is None else logit.new_empty(logit.shape)
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
-    column = input.new_empty(n, dtype=torch.int64)
-    at_target = AtTarget(logit, dz_du, column, ReferenceClass(column, logit), reference, guard, logit_sum)
+    reference, logit_sum = row_vectors(input, 2, n)
+    column = input.new_empty((n, *target.shape[1:]), dtype=torch.int64)
+    logit, soft = reference.new_empty(column.shape), target.dim() == 2
+    at_target = AtTarget(
+        logit,
+        None if logit_options.softcap is None else logit.new_empty(logit.shape),
+        column,
+        ReferenceClass(column.new_empty(n), logit.new_empty(n)) if soft else ReferenceClass(column, logit),
+        reference,
+        input.new_empty((), dtype=torch.int32),
+        None if class_sum is None else logit_sum,
+    )
     gather_tokens_kernel[(n,)](
         valid_tokens,
-        operands._replace(target=target if target.dim() == 1 else None, weight=None),
+        operands._replace(target=None if soft else target, weight=None),
         rows,
         at_target,
         class_sum or ClassSum(None, None),
@@ -221,16 +228,8 @@ def launch_gather_targets(
         RANK=pair.rank,
         num_warps=4,
     )
-    if target.dim() == 1:
+    if not soft:
         return at_target
-    logit = reference.new_empty(n, target.shape[1])
-    column = logit.new_empty(logit.shape, dtype=torch.int64)
-    at_target = at_target._replace(
-        logit=logit,
-        dz_du=None if logit_options.softcap is None else logit.new_empty(logit.shape),
-        column=column,
-        reference_class=ReferenceClass(column.new_empty(n), reference.new_empty(reference.shape)),
-    )
     topk_logits_kernel[(n,)](
         valid_tokens,
         rows,

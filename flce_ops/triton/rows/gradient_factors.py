@@ -37,17 +37,15 @@ BLOCK_N = 64
 
 
 class KnownRows(NamedTuple):
-    """Forward's numbers and the cotangents of all tokens, (N,) float32 each, in the order of all tokens; None if
-    absent.
-    """
+    """Forward's numbers and the cotangents of all tokens, (N,) each, in the order of all tokens; None if absent."""
 
-    lse: Tensor
-    lse_rest: Tensor | None
-    expected_log_prob: Tensor | None
-    grad_target_logit: Tensor | None  # (N, K) with several classes per token
-    grad_lse: Tensor | None
-    grad_logit_sum: Tensor | None
-    grad_expected_log_prob: Tensor | None
+    lse: Tensor | None = None
+    lse_rest: Tensor | None = None
+    expected_log_prob: Tensor | None = None
+    grad_target_logit: Tensor | None = None  # (N, K) with several classes per token
+    grad_lse: Tensor | None = None
+    grad_logit_sum: Tensor | None = None
+    grad_expected_log_prob: Tensor | None = None
 
 
 @triton.jit
@@ -60,17 +58,23 @@ def gradient_factors_kernel(
     tokens,  # KnownRows
     at_target,  # AtTarget
     rows,  # Gradient, out, its class weights apart
-    entry_ptr,  # (n,) out, G at the target; None for a soft target
-    residual_ptr,  # (n,) out, what rounding it takes
+    entry_ptr,  # (n,) or (n, K) out, float32: G at the targets
+    residual_ptr,  # (n,) out, what rounding takes from it; with soft targets, from the largest entry
+    largest_ptr,  # (n,) out, int64, the column of the largest entry, with soft targets
     logit_numbers,  # LogitNumbers
     valid_tokens,  # ValidTokens
     n,
     HALF: tl.constexpr,  # dtype of G
-    BLOCK_N: tl.constexpr,
+    TOPK: tl.constexpr,
+    SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
+    BLOCK_N: tl.constexpr,  # 1 for soft targets
+    BLOCK_TOPK: tl.constexpr,
 ):
+    """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
+    row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
     scale = scale_of(logit_numbers, token, mask)
 
     lse = of_tokens(tokens.lse, token, mask)
@@ -99,74 +103,41 @@ def gradient_factors_kernel(
     if tokens.grad_logit_sum is not None:
         sum_factor = of_tokens(tokens.grad_logit_sum, token, mask)
         tl.store(rows.sum_factor + i, sum_factor * scale, mask=mask)
-    if entry_ptr is not None:
-        column = tl.load(at_target.column + i, mask=mask, other=-1)
-        target_logit2 = tl.load(at_target.logit + i, mask=mask, other=0.0)
+
+    size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
+    column_of_largest = tl.full((), -1, tl.int64)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & mask
+        column = tl.load(at_target.column + row_topk + k, mask=inside, other=-1)
+        distance = tl.load(at_target.logit + row_topk + k, mask=inside, other=0.0) - lse2
         entry = row_factor
         if tokens.grad_expected_log_prob is not None:
             # p log p of a target that a bias of -inf switches off is 0, not 0 * -inf
-            distance = target_logit2 - lse2
-            entry += shift_factor * tl.where(distance < -1e4, -1e4, distance)
-        entry *= tl.exp2(target_logit2 - lse2)
+            entry = entry + shift_factor * tl.where(distance < -1e4, -1e4, distance)
+        entry = entry * tl.exp2(distance)
         if tokens.grad_target_logit is not None:
-            entry += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
+            if SOFT:
+                grads = tokens.grad_target_logit + token_topk
+                entry += sum_of_equals(column, at_target.column + row_topk, grads, TOPK, BLOCK_TOPK)
+            else:
+                entry += tl.where(column >= 0, of_tokens(tokens.grad_target_logit, token, mask), 0.0)
         if tokens.grad_logit_sum is not None:
+            weight = 1.0
             if rows.class_weight is not None:
-                sum_factor *= tl.load(rows.class_weight + tl.where(column >= 0, column, 0), mask=mask, other=0.0)
-            entry += sum_factor
+                weight = tl.load(rows.class_weight + column, mask=column >= 0, other=0.0)
+            entry += sum_factor * weight
         if at_target.dz_du is not None:
-            entry *= tl.load(at_target.dz_du + i, mask=mask, other=0.0)
+            entry *= tl.load(at_target.dz_du + row_topk + k, mask=inside, other=0.0)
         entry *= scale
-        tl.store(entry_ptr + i, entry, mask=mask)
-        tl.store(residual_ptr + i, entry - entry.to(HALF).to(tl.float32), mask=mask)
-
-
-@Kernel
-def topk_entries_kernel(
-    rows,  # Gradient
-    at_target,  # AtTarget, (n, K)
-    grad_ptr,  # (N, K), a; None for 0
-    entry_ptr,  # (n, K) out, float32
-    residual_ptr,  # (n,) out, what rounding takes from the largest entry
-    largest_ptr,  # (n,) out, int64, the column of the largest entry
-    logit_numbers,  # LogitNumbers
-    valid_tokens,  # ValidTokens
-    HALF: tl.constexpr,  # dtype of G
-    TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if row < valid_rows(valid_tokens, tl.num_programs(0)):
-        of_row = row.to(tl.int64) * TOPK
-        lse2, row_factor = tl.load(rows.reference_logit + row), tl.load(rows.row_factor + row)
-        scale = scale_of(logit_numbers, tl.load(valid_tokens.order + row), row >= 0)
-        size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
-        column_of_largest = tl.full((), -1, tl.int64)
-        for start in range(0, TOPK, BLOCK_TOPK):
-            k = start + tl.arange(0, BLOCK_TOPK)
-            inside = k < TOPK
-            distance = tl.load(at_target.logit + of_row + k, mask=inside, other=0.0) - lse2
-            column = tl.load(at_target.column + of_row + k, mask=inside, other=-1)
-            entry = tl.full((BLOCK_TOPK,), 0.0, tl.float32) + row_factor
-            if rows.shift_factor is not None:
-                # p log p of a class that a bias of -inf switches off is 0, not 0 * -inf
-                entry += tl.load(rows.shift_factor + row) * tl.where(distance < -1e4, -1e4, distance)
-            entry *= tl.exp2(distance)
-            if rows.sum_factor is not None:
-                weight = 1.0
-                if rows.class_weight is not None:
-                    weight = tl.load(rows.class_weight + column, mask=column >= 0, other=0.0)
-                entry += tl.load(rows.sum_factor + row) * weight
-            if grad_ptr is not None:
-                token = tl.load(valid_tokens.order + row).to(tl.int64)
-                equals = sum_of_equals(column, at_target.column + of_row, grad_ptr + token * TOPK, TOPK, BLOCK_TOPK)
-                entry += scale * equals
-            if at_target.dz_du is not None:
-                entry *= tl.load(at_target.dz_du + of_row + k, mask=inside, other=0.0)
-            tl.store(entry_ptr + of_row + k, entry, mask=inside)
+        tl.store(entry_ptr + row_topk + k, entry, mask=inside)
+        if SOFT:
             size, largest, column_of_largest = larger_entry(size, largest, column_of_largest, entry, column, BLOCK_TOPK)
-        tl.store(residual_ptr + row, largest - largest.to(HALF).to(tl.float32))
-        tl.store(largest_ptr + row, column_of_largest)
+        else:
+            tl.store(residual_ptr + i, entry - entry.to(HALF).to(tl.float32), mask=mask)
+    if SOFT:
+        tl.store(residual_ptr + i, largest - largest.to(HALF).to(tl.float32), mask=mask)
+        tl.store(largest_ptr + i, column_of_largest, mask=mask)
 
 
 def launch_gradient_factors(
@@ -182,9 +153,9 @@ def launch_gradient_factors(
 
     (n,) each. With several classes per token G is (n, K), and the last two belong to the largest entry.
     """
-    column = at_target.column
-    n, topk = column.shape[0], column.dim() == 2
-    lse2, row_factor, entry, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 6, n)
+    column, soft = at_target.column, at_target.column.dim() == 2
+    n, block_n, topk = column.shape[0], 1 if soft else BLOCK_N, column.shape[1] if soft else 1
+    lse2, row_factor, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 5, n)
     rows = Gradient(
         lse2,
         row_factor,
@@ -192,35 +163,22 @@ def launch_gradient_factors(
         None if tokens.grad_logit_sum is None else sum_factor,
         None if tokens.grad_expected_log_prob is None else shift_factor,
     )
-    half = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-    gradient_factors_kernel[(triton.cdiv(n, BLOCK_N),)](
+    entry, largest = lse2.new_empty(column.shape), column.new_empty(n) if soft else None
+    gradient_factors_kernel[(triton.cdiv(n, block_n),)](
         tokens,
         at_target,
         rows,
-        None if topk else entry,
+        entry,
         residual,
+        largest,
         numbers_in_kernel(logit_options),
         valid_tokens,
         n,
-        HALF=half,
-        BLOCK_N=BLOCK_N,
+        HALF={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype],
+        TOPK=topk,
+        SOFT=soft,
+        BLOCK_N=block_n,
+        BLOCK_TOPK=topk_at_a_time(topk),
         num_warps=2,
     )
-    if topk:
-        entry, largest = at_target.logit.new_empty(at_target.logit.shape), column.new_empty(n)
-        topk_entries_kernel[(n,)](
-            rows,
-            at_target,
-            tokens.grad_target_logit,
-            entry,
-            residual,
-            largest,
-            numbers_in_kernel(logit_options),
-            valid_tokens,
-            HALF=half,
-            TOPK=column.shape[1],
-            BLOCK_TOPK=topk_at_a_time(column.shape[1]),
-            num_warps=2,
-        )
-        column = largest
-    return rows, entry, residual, column
+    return rows, entry, residual, column if largest is None else largest

@@ -1,165 +1,135 @@
 """Turns lists by token into lists by class: a counting sort on the device, with the same result in every run.
 
-    bits      (V, N / 32)    a bit for each token that keeps an entry of the class: OR, in any order
-    prefix    (V, N / 256)   for each group of 256 tokens: entries of the class among the tokens before the group
-    behind    (V,)           where each class's list ends
-    the entry of token i goes to   behind_{v-1} + prefix + the number of bits below i in its group
+    table    (B, V)    how many entries of each class each block of tokens has
+                       then in how many places of the class's list the entries of earlier blocks stand
+    behind   (V,)      where each class's list ends
+    the block's next entry of class v goes to   behind_{v-1} + table_bv,   which grows by 1
 
-A token has at most one entry of a class, so one bit suffices. Within a class, entries are in the order of the tokens.
-H200, 8192 tokens of 352 entries, V = 128256: 0.3 ms. Only the device knows how many entries there are, so torch.sort
-would have to sort the whole buffer, its unused part included.
+A program for each block of tokens hands out the places, one token after another. So the entries of a class are in the
+order of the tokens. A token has a class once, so the order of its own entries does not matter. Only the device knows
+how many entries there are, so torch.sort would have to sort the whole buffer, its unused part included.
 """
 
-import itertools
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm.tma import Matrix, load_tile
 from ..launch.replay import Kernel
-from ..rows.valid_tokens import ValidTokens
-from .gather_sums import SplitLists, launch_split_lists
-from .sparse_lists import Lists
+from .gather_sums import Lists, bounds, cut_lists
 
-# n tokens, V vocabulary, R the most entries of a token's list, G groups of tokens, W words of bits
+# N tokens, V vocabulary, B blocks of tokens
 
-WORD = tl.constexpr(32)
-WORDS_OF_GROUP = tl.constexpr(8)
-GROUP = tl.constexpr(256)  # tokens
-BLOCK_G, BLOCK_V = 16, 16
-
-
-class Order(NamedTuple):
-    """Passed to kernels as one argument."""
-
-    bits: Tensor  # (V, W) int32
-    prefix: Tensor  # (V, G) int32
+BLOCK_B, BLOCK_V = 32, 64
+LISTED = 256  # entries that a program reads at a time
 
 
 @Kernel
-def clear_kernel(out_ptr, count, BLOCK: tl.constexpr):
+def clear_kernel(out_ptr, numbers, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, tl.zeros((BLOCK,), tl.int32), mask=i < count)
-
-
-@triton.jit
-def popcount(x):
-    """The number of bits set in a uint32."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
-
-
-@Kernel
-def mark_kernel(
-    lists,  # Lists
-    order,  # Order; writes the bits, which are 0 before
-    R,
-    G,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    count = tl.load(lists.lengths + row)
-    bit = tl.full((BLOCK,), 1, tl.int32) << (row % WORD)
-    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=at < count, other=0)
-        place = (entries & 0xFFFFFFFF) * G * WORDS_OF_GROUP + row // WORD
-        tl.atomic_or(order.bits + place, bit, mask=at < count, sem="relaxed")
+    tl.store(out_ptr + i, tl.zeros((BLOCK,), tl.int32), mask=i < numbers)
 
 
 @Kernel
 def count_kernel(
-    order,  # Order; writes the prefix
-    total_ptr,  # (V,) int32, out
+    lists,  # Lists, by token
+    source,  # what ENTRIES reads besides
+    table_ptr,  # (B, V) int32, added to
     V,
-    G,
-    BLOCK_G: tl.constexpr,
+    rows,  # tokens of a block
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = bounds(lists, row)
+    for start in range(begin + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        column, _ = ENTRIES(lists, source, row, place, place < end)
+        tl.atomic_add(table_ptr + row // rows * V + column, 1, mask=place < end, sem="relaxed")
+
+
+@Kernel
+def running_totals_kernel(
+    table_ptr,  # (B, V) int32, the counts; out: their sums over earlier blocks
+    total_ptr,  # (V,) int32, out
+    B,
+    V,
+    BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    W = G * WORDS_OF_GROUP
-    v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     total = tl.zeros((BLOCK_V,), tl.int32)
-    for start in range(0, G, BLOCK_G):
-        word = start * WORDS_OF_GROUP + tl.arange(0, BLOCK_G * WORDS_OF_GROUP)
-        bits = load_tile(Matrix(order.bits, W), v, word, v < V, word < W).to(tl.uint32, bitcast=True)
-        count = tl.sum(tl.reshape(popcount(bits), (BLOCK_V, BLOCK_G, WORDS_OF_GROUP)), 2)
-        group = start + tl.arange(0, BLOCK_G)
-        before = total[:, None] + tl.cumsum(count, 1) - count
-        places = order.prefix + v[:, None] * G + group[None, :]
-        tl.store(places, before, mask=(v < V)[:, None] & (group < G)[None, :])
-        total += tl.sum(count, 1)
+    for start in range(0, B, BLOCK_B):
+        block = start + tl.arange(0, BLOCK_B)
+        places = table_ptr + block.to(tl.int64)[:, None] * V + v[None, :]
+        mask = (block < B)[:, None] & (v < V)[None, :]
+        count = tl.load(places, mask=mask, other=0)
+        tl.store(places, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        total += tl.sum(count, 0)
     tl.store(total_ptr + v, total, mask=v < V)
 
 
 @Kernel
-def scatter_kernel(
-    lists,  # Lists
-    order,  # Order
-    classes,  # SplitLists; writes the entries
-    valid_tokens,  # ValidTokens
-    R,
-    G,
+def place_kernel(
+    lists,  # Lists, by token
+    source,  # what ENTRIES reads besides
+    order_ptr,  # (N,), the token of each of them; None if they are in the order of the tokens
+    table_ptr,  # (B, V) int32, where in its class's list the block's next entry belongs
+    classes,  # Lists by class; writes the entries
+    N,
+    V,
+    rows,
+    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    count = tl.load(lists.lengths + row)
-    group = row // GROUP
-    word = group * WORDS_OF_GROUP + tl.arange(0, WORDS_OF_GROUP)
-    own = row // WORD
-    lower = ((tl.full((), 1, tl.int64) << (row % WORD)) - 1).to(tl.uint32)
-    earlier = tl.where(word < own, tl.full((), 0xFFFFFFFF, tl.uint32), tl.where(word == own, lower, 0))
-    token = tl.load(valid_tokens.order + row).to(tl.int64)
-    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mask = at < count
-        entries = tl.load(lists.entries + row.to(tl.int64) * R + at, mask=mask, other=0)
-        v = entries & 0xFFFFFFFF
-        bits = load_tile(Matrix(order.bits, G * WORDS_OF_GROUP), v, word, mask, word <= own).to(tl.uint32, bitcast=True)
-        place = tl.sum(popcount(bits & earlier[None, :]), 1)
-        place += tl.load(order.prefix + v * G + group, mask=mask, other=0)
-        place += tl.load(classes.behind + v - 1, mask=mask & (v > 0), other=0)
-        tl.store(classes.entries + place, (entries >> 32 << 32) | token, mask=mask)
+    block = tl.program_id(0).to(tl.int64)
+    for row in range(block * rows, tl.minimum((block + 1) * rows, N)):
+        begin, end = bounds(lists, row)
+        token = row
+        if order_ptr is not None:
+            token = tl.load(order_ptr + row).to(tl.int64)
+        for start in range(begin, end, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            here = place < end
+            column, value = ENTRIES(lists, source, row, place, here)
+            to = tl.load(classes.behind + column - 1, mask=here & (column > 0), other=0)
+            to += tl.atomic_add(table_ptr + block * V + column, 1, mask=here, sem="relaxed")
+            tl.store(classes.entries + to, value | token, mask=here)
+        tl.debug_barrier()  # the next token's places are behind this one's
 
 
-def order_bytes(num_classes: int, room: int) -> tuple[int, int]:
-    """The bytes for each token, if the number of tokens is a multiple of GROUP, and the bytes beside these."""
-    return 8 * room + num_classes * 4 * (WORDS_OF_GROUP.value + 1) // GROUP.value, 16 * num_classes
+@triton.jit
+def listed_entries(lists, source, row, place, here):
+    """Returns the classes at some places of a list, and the entries' values in the upper half of int64."""
+    entries = tl.load(lists.entries + place, mask=here, other=0)
+    return entries & 0xFFFFFFFF, entries >> 32 << 32
 
 
 def launch_class_order(
-    lists: Lists,
+    lists: Lists,  # by token
     num_classes: int,
-    valid_tokens: ValidTokens,
     *,
-    shortest: int,  # the shortest split
+    rows: int,  # tokens of a block
     splits: int,  # the most splits
-    hidden: int,
-) -> tuple[SplitLists, Tensor]:  # (P, D) float32
-    """Returns the lists by class, and memory for the sums of their splits, which reuses that of the bits."""
-    n, room = lists.entries.shape
-    groups = triton.cdiv(n, GROUP.value)
-    words = groups * WORDS_OF_GROUP.value
-    count = lists.lengths
-    sizes = [2 * n * room, max(num_classes * words, splits * hidden), num_classes * groups]
-    ends = list(itertools.accumulate(triton.cdiv(size, 4) * 4 for size in sizes))
-    memory = count.new_empty(ends[2])
-    entries, shared = memory[: sizes[0]].view(torch.int64), memory[ends[0] : ends[1]]
-    bits = shared[: num_classes * words].view(num_classes, words)
-    sums = shared[: splits * hidden].view(torch.float32).view(splits, hidden)
-    prefix = memory[ends[1] : ends[1] + sizes[2]].view(num_classes, groups)
-    total, behind, cut = count.new_empty(3, num_classes).unbind()
-    classes = SplitLists(entries, total, behind, count.new_empty(()), cut)
-    clear_kernel[(triton.cdiv(bits.numel(), 8192),)](bits, bits.numel(), BLOCK=8192, num_warps=8)
-    order = Order(bits, prefix)
-    mark_kernel[(n, lists.walkers)](lists, order, room, groups, BLOCK=256, num_warps=4)
-    count_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
-        order, total, num_classes, groups, BLOCK_G=BLOCK_G, BLOCK_V=BLOCK_V, num_warps=4
+    order: Tensor | None = None,  # (N,)
+    entries: Any = listed_entries,  # reads `lists` and `source`
+    source: Any = None,
+) -> Lists:
+    tokens, like = lists.lengths.shape[0], lists.entries
+    blocks = triton.cdiv(tokens, rows)
+    table = like.new_empty(blocks, num_classes, dtype=torch.int32)
+    total, behind = (like.new_empty(num_classes, dtype=torch.int32) for _ in range(2))
+    clear_kernel[(triton.cdiv(table.numel(), 8192),)](table, table.numel(), BLOCK=8192, num_warps=8)
+    count_kernel[(tokens, lists.walkers)](
+        lists, source, table, num_classes, rows, ENTRIES=entries, BLOCK=LISTED, num_warps=4
     )
-    launch_split_lists(classes, shortest, splits)
-    scatter_kernel[(n, lists.walkers)](lists, order, classes, valid_tokens, room, groups, BLOCK=128, num_warps=4)
-    return classes, sums
+    running_totals_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
+        table, total, blocks, num_classes, BLOCK_B=BLOCK_B, BLOCK_V=BLOCK_V, num_warps=4
+    )
+    classes = cut_lists(Lists(like.new_empty(like.numel(), dtype=torch.int64), total, behind=behind), splits)
+    place_kernel[(blocks,)](
+        lists, source, order, table, classes, tokens, num_classes, rows, ENTRIES=entries, BLOCK=LISTED, num_warps=4
+    )
+    return classes

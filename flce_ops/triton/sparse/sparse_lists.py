@@ -28,54 +28,27 @@ only on the seed, the token's place in the call and the tile's number. So forwar
 every rank draw the same numbers.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math import sparse_gradient
-from ...math.sparse_gradient import Shard, SparseGradient
+from ...math.sparse_gradient import Shard
 from ..gemm.class_blocks import LIVE
 from ..launch.replay import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
-from .sparse_or_dense import ComparedRows, DenseClasses
+from .gather_sums import Lists
+from .sparse_or_dense import SparseRows
 
-# n rows of a chunk, V vocabulary (of this rank), R room of a row's list
+# n rows of a chunk, V vocabulary (of this rank)
 
 GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, in two loads
 TILE = tl.constexpr(sparse_gradient.TILE)
 ONE = tl.constexpr(sparse_gradient.ONE)
 BITS = tl.constexpr(sparse_gradient.BITS)
 GOLDEN = tl.constexpr(sparse_gradient.GOLDEN)
-ENTRIES_OF_WALKER = 1024
-
-
-class Lists(NamedTuple):
-    """The lists of the valid tokens, in the order of the tokens. Passed to kernels as one argument."""
-
-    entries: Tensor  # (N, R) int64: a float32 value in the upper half, the class in the lower
-    lengths: Tensor  # (N,) int32
-
-    @property
-    def walkers(self) -> int:
-        """The number of programs for a list. A few tokens fill their lists: at a threshold of 2^-12 a trained model
-        keeps 200 entries per token on average, and 4,000 for some tokens.
-        """
-        return max(self.entries.shape[1] // ENTRIES_OF_WALKER, 1)
-
-    def of(self, rows: slice) -> "Lists":
-        return Lists(self.entries[rows], self.lengths[rows])
-
-
-class DrawnRows(NamedTuple):
-    """Rows, and what decides which entries are kept. Passed to kernels as one argument."""
-
-    compared: ComparedRows
-    dense: DenseClasses  # classes with a dense gradient, which are not listed
-    seed: Tensor | None  # () int64; None: entries below the threshold are dropped
 
 
 @triton.jit
@@ -97,7 +70,7 @@ def key_of_row(rows, row, first_tile):
     if rows.seed is None:
         return tl.zeros((), tl.uint32)
     else:
-        token = tl.load(rows.compared.valid_tokens.order + row).to(tl.int64)
+        token = tl.load(rows.valid_tokens.order + row).to(tl.int64)
         seed = tl.load(rows.seed).to(tl.int64)
         key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
         return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
@@ -120,10 +93,9 @@ def start_of_row(rows, row, first_tile):
     """Returns a pointer to the row's exponentials, the threshold of an exponential, q of an exponential of 1, and the
     row's key.
     """
-    compared = rows.compared
-    limit = compared.threshold * tl.load(compared.row_sum + row)
+    limit = rows.threshold * tl.load(rows.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
-    exponentials = compared.exponentials.pointer + row.to(tl.int64) * compared.exponentials.stride
+    exponentials = rows.exponentials.pointer + row.to(tl.int64) * rows.exponentials.stride
     return exponentials, limit, scale, key_of_row(rows, row, first_tile)
 
 
@@ -143,7 +115,7 @@ def columns_of_groups(rows, first, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
     other ranks' classes and into dense classes; these are left out.
     """
     cols = first[:, None] - BEFORE + tl.arange(0, WIDTH)[None, :]
-    listed = cols < rows.compared.V
+    listed = cols < rows.V
     if BEFORE // GROUP * GROUP != BEFORE:
         listed = listed & (cols >= 0)
         if rows.dense.number is not None:
@@ -158,7 +130,7 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
     An aligned group lies either completely inside a dense block or completely outside. Rows of E are padded to 16
     bytes; the numbers after V count as 0.
     """
-    V = rows.compared.V
+    V = rows.V
     u, dither = uniforms(rows, key, tile)
     group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     here = (group * GROUP < V + BEFORE) & (group * GROUP + GROUP > BEFORE)
@@ -181,7 +153,7 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
 
 @Kernel
 def last_shares_kernel(
-    rows,  # DrawnRows
+    rows,  # SparseRows
     shares_ptr,  # (n,) int64, out
     first_tile,
     EVEN_V: tl.constexpr,
@@ -190,9 +162,9 @@ def last_shares_kernel(
     """One program per row: sums q over the row's last tile."""
     row = tl.program_id(0)
     total = tl.zeros((), tl.int64)
-    if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
+    if row < valid_rows(rows.valid_tokens, tl.num_programs(0)):
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
-        tile = tl.cdiv(rows.compared.V + BEFORE, TILE) - 1
+        tile = tl.cdiv(rows.V + BEFORE, TILE) - 1
         _, q, _ = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V, BEFORE)
         total = tl.sum(q, 0)
     tl.store(shares_ptr + row, total)
@@ -200,12 +172,11 @@ def last_shares_kernel(
 
 @Kernel
 def list_groups_kernel(
-    rows,  # DrawnRows
+    rows,  # SparseRows
     lists,  # Lists, out: group, number within the group, sum before the group
     column_ptr,  # (n,) int64, the targets' columns
     of_dense_ptr,  # (n,) int64, out: the target's column if its class is dense, else -1
     carried_ptr,  # (n,) int64, the sum of q of other ranks in this rank's first tile, modulo 1; None for 0
-    R,
     first_tile,
     EVEN_V: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -216,10 +187,10 @@ def list_groups_kernel(
     group << 32 | m << 26 | the tile's running sum before the group, modulo 1
     """
     row = tl.program_id(0)
-    if row < valid_rows(rows.compared.valid_tokens, tl.num_programs(0)):
-        V = rows.compared.V
+    if row < valid_rows(rows.valid_tokens, tl.num_programs(0)):
+        V = rows.V
         e_row, _, scale, key = start_of_row(rows, row, first_tile)
-        entries_row = lists.entries + row.to(tl.int64) * R
+        entries_row, room = lists.entries + row.to(tl.int64) * lists.room, lists.room
         count = 0
         tiles = tl.cdiv(V + BEFORE, TILE)
         if rows.dense.number is not None:
@@ -234,14 +205,14 @@ def list_groups_kernel(
             crossed = (behind >> BITS).to(tl.int32) - first
             where = count + first
             packed = (group.to(tl.int64) << 32) | (before & (ONE - 1))
-            tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < R))
+            tl.store(entries_row + where, packed, mask=(crossed > 0) & (where < room))
             found = tl.sum(crossed + ((crossed > 1).to(tl.int32) << 16), 0)
             if found >> 16 > 0:  # a group with several kept entries: rare, except among frequent classes
                 for m in range(1, GROUP):
                     at = where + m
-                    tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < R))
+                    tl.store(entries_row + at, packed | (m * ONE), mask=(crossed > m) & (at < room))
             count += found & 0xFFFF
-        tl.store(lists.lengths + row, tl.minimum(count, R))
+        tl.store(lists.lengths + row, tl.minimum(count, room))
         if rows.dense.number is not None:
             column = tl.load(column_ptr + row)
             dense = tl.load(rows.dense.is_dense + column // LIVE, mask=column >= 0, other=0) > 0
@@ -252,11 +223,10 @@ def list_groups_kernel(
 
 @Kernel
 def list_entries_kernel(
-    rows,  # DrawnRows
+    rows,  # SparseRows
     lists,  # Lists: reads what list_groups_kernel wrote, writes the entries
     column_ptr,  # (n,) int64, the targets' columns
     finished,  # FinishedRows
-    R,
     first_tile,
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -269,7 +239,7 @@ def list_entries_kernel(
     row_factor, residual = tl.load(finished.row_factor + row), tl.load(finished.residual + row)
     column = tl.load(column_ptr + row).to(tl.int32)
     count = tl.load(lists.lengths + row)
-    entries_row = lists.entries + row.to(tl.int64) * R
+    entries_row = lists.entries + row.to(tl.int64) * lists.room
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         packed = tl.load(entries_row + at, mask=at < count, other=0)
@@ -290,20 +260,16 @@ def list_entries_kernel(
         tl.store(entries_row + at, (bits << 32) | found.to(tl.int64), mask=at < count)
 
 
-def drawn_rows(compared: ComparedRows, sparse: SparseGradient, dense: DenseClasses) -> DrawnRows:
-    return DrawnRows(compared, dense, sparse.gradient_seed if sparse.gradient_mode == "unbiased" else None)
-
-
-def launch_carried(rows: DrawnRows, shard: Shard) -> Tensor:
+def launch_carried(rows: SparseRows, shard: Shard) -> Tensor:
     """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must be those over all ranks."""
-    compared, (first_tile, before) = rows.compared, divmod(shard.start, sparse_gradient.TILE)
-    last = compared.row_sum.new_empty(compared.n, dtype=torch.int64)
-    last_shares_kernel[(compared.n,)](rows, last, first_tile, EVEN_V=compared.V % 8 == 0, BEFORE=before, num_warps=4)
+    first_tile, before = divmod(shard.start, sparse_gradient.TILE)
+    last = rows.row_sum.new_empty(rows.n, dtype=torch.int64)
+    last_shares_kernel[(rows.n,)](rows, last, first_tile, EVEN_V=rows.V % 8 == 0, BEFORE=before, num_warps=4)
     return shard.shares_before(last)
 
 
 def launch_lists(
-    rows: DrawnRows,
+    rows: SparseRows,
     finished: FinishedRows,
     column: Tensor,  # (n,)
     lists: Lists,  # the lists of the chunk; out
@@ -311,13 +277,13 @@ def launch_lists(
     carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column if its class is dense, else -1."""
-    n, room, of_dense = rows.compared.n, lists.entries.shape[1], column.new_empty(column.shape)
+    n, of_dense = rows.n, column.new_empty(column.shape)
     first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
-    even = rows.compared.V % 8 == 0
+    even = rows.V % 8 == 0
     list_groups_kernel[(n,)](
-        rows, lists, column, of_dense, carried, room, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
+        rows, lists, column, of_dense, carried, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
     )
     list_entries_kernel[(n, lists.walkers)](
-        rows, lists, column, finished, room, first_tile, BEFORE=before, BLOCK=128, num_warps=4
+        rows, lists, column, finished, first_tile, BEFORE=before, BLOCK=128, num_warps=4
     )
     return of_dense

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from ..gemm.class_blocks import LIVE, ClassBlocks
-from ..gemm.tma import Matrix, load_tile, matrix_of
+from ..gemm.tma import Matrix, load_tile
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 
@@ -68,22 +68,20 @@ class DenseClasses(NamedTuple):
 NONE_DENSE = DenseClasses()
 
 
-class ComparedRows(NamedTuple):
-    """Rows of E whose |p - onehot| is compared with a threshold. Passed to kernels as one argument."""
+class SparseRows(NamedTuple):
+    """Rows of E, and what decides which entries of |p - onehot| are kept. Passed to kernels as one argument."""
 
     exponentials: Matrix  # (n, V), with the targets' entries in place
     row_sum: Tensor  # (n,)
     valid_tokens: ValidTokens
-    threshold: float
+    dense: DenseClasses  # classes with a dense gradient, which are not listed
     V: int
+    threshold: float
+    seed: Tensor | None  # () int64; None: entries below the threshold are dropped
 
     @property
     def n(self) -> int:
         return self.exponentials.pointer.shape[0]
-
-
-def compared_rows(exponentials: Tensor, row_sum: Tensor, valid_tokens: ValidTokens, threshold: float) -> ComparedRows:
-    return ComparedRows(matrix_of(exponentials), row_sum, valid_tokens, threshold, exponentials.shape[1])
 
 
 def empty_dense(num_classes: int, like: Tensor) -> DenseClasses:
@@ -121,21 +119,21 @@ def worth(num_classes: int, hidden: int) -> float:
 
 @Kernel
 def kept_of_blocks_kernel(
-    compared,  # ComparedRows
+    rows,  # SparseRows
     kept_ptr,  # (B,) float32, out
     n,
     ROWS: tl.constexpr,
 ):
     cols = tl.program_id(0) * LIVE + tl.arange(0, LIVE)
-    count = valid_rows(compared.valid_tokens, n)
+    count = valid_rows(rows.valid_tokens, n)
     seen = tl.minimum(count, DECIDING)
     total = tl.zeros((ROWS, LIVE), tl.float32)
     for start in range(0, seen, ROWS):
         place = start + tl.arange(0, ROWS)
-        row = (place * count // tl.maximum(seen, 1)).to(tl.int64)
-        scale = 1.0 / (compared.threshold * tl.load(compared.row_sum + row, mask=place < seen, other=1.0))
-        mask = (place < seen)[:, None] & (cols < compared.V)[None, :]
-        e = load_tile(compared.exponentials, row, cols, place < seen, cols < compared.V).to(tl.float32)
+        chosen = (place * count // tl.maximum(seen, 1)).to(tl.int64)
+        scale = 1.0 / (rows.threshold * tl.load(rows.row_sum + chosen, mask=place < seen, other=1.0))
+        mask = (place < seen)[:, None] & (cols < rows.V)[None, :]
+        e = load_tile(rows.exponentials, chosen, cols, place < seen, cols < rows.V).to(tl.float32)
         share = tl.abs(e) * scale[:, None]
         total += tl.where(share < 1.0, share, tl.where(mask, 1.0, 0.0))
     tl.store(kept_ptr + tl.program_id(0), tl.sum(tl.sum(total, 1), 0) / tl.maximum(seen, 1))
@@ -166,14 +164,12 @@ def choose_dense_kernel(
     tl.store(dense.number, count)
 
 
-def launch_sparse_or_dense(
-    compared: ComparedRows,  # those of the first chunk
-    hidden: int,
-    dense: DenseClasses,  # written
-) -> None:
+def launch_sparse_or_dense(rows: SparseRows, hidden: int) -> None:
+    """Fills in `rows.dense`. The rows are those of the first chunk."""
+    dense = rows.dense
     blocks = dense.is_dense.shape[0]
-    kept_of_blocks = compared.row_sum.new_empty(blocks)
-    kept_of_blocks_kernel[(blocks,)](compared, kept_of_blocks, compared.n, ROWS=32, num_warps=4)
+    kept_of_blocks = rows.row_sum.new_empty(blocks)
+    kept_of_blocks_kernel[(blocks,)](rows, kept_of_blocks, rows.n, ROWS=32, num_warps=4)
     most = LIVE.value / CLASSES_PER_ENTRY
     at_most = worth(blocks * LIVE.value, hidden)
     choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)

@@ -32,26 +32,23 @@ from ...math.topk import in_columns
 from ...meta.arguments import VocabParallelWithGrad
 from ...support.workspace import matrix_bytes, reserved
 from ..gemm.input_gradient import ClassSlices
+from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.row_statistics import sum_pairs
 from ..rows.valid_tokens import ValidTokens
 from ..steps.chunking import Chunking, chunk_shard, chunking_beside
-from ..steps.chunks import TOKEN_BYTES, slices
+from ..steps.chunks import MULTIPLE, TOKEN_BYTES, slices
 from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
-from .class_order import GROUP, launch_class_order, order_bytes
-from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
-from .sparse_lists import Lists, drawn_rows, launch_carried, launch_lists
-from .sparse_or_dense import NONE_DENSE, Call, compared_rows, empty_dense, launch_sparse_or_dense
+from .class_order import launch_class_order
+from .gather_sums import CLASS_COLUMNS, SPLIT, TOKEN_COLUMNS, Lists, cut_lists, launch_gather_lists
+from .sparse_lists import launch_carried, launch_lists
+from .sparse_or_dense import NONE_DENSE, Call, SparseRows, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
-# Lists with more entries than this are cut. The sums over the lists of classes take 3.0 ms; 3.1 with a SPLIT of 1024,
-# 3.7 with 128 (8192x4096x128256). A step in which 3 tokens in 100 keep 2,000 to 3,000 entries at a threshold of 2^-12
-# takes 3.7 ms; 4.1 with 512, 4.7 with 1024, 5.2 if no list is cut (8192x1024x50304).
-SPLIT = 256
-TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program of the gather kernel
 SPLITS_BYTES = 64 << 20  # memory for the float32 sums of splits
+BLOCK_TOKENS = 32  # tokens whose places in the lists of the classes one program hands out
 MOST_ENTRIES = 2**31 - 1  # limit for the lists of a span, because class_order.py counts in int32
 
 
@@ -73,8 +70,9 @@ class SparseStep(OnePassStep):
         super().__init__(call, valid_tokens, per_token, gradients, Chunking(None, chunks, False, 0))
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
-        self.dense = NONE_DENSE
+        self.dense, self.seed = NONE_DENSE, None
         if call.sparse.gradient_mode == "unbiased":  # "drop" has no dense classes, whatever time its lists take
+            self.seed = call.sparse.gradient_seed
             self.dense = empty_dense(call.operands.linear_weight.shape[0], valid_tokens.order)
             if self.sparse_input:
                 self.input_blocks = self.dense.blocks
@@ -84,7 +82,7 @@ class SparseStep(OnePassStep):
     def run_span(self, span: slice, chunking: Chunking) -> None:
         n, self.start, self.chunking = span.stop - span.start, span.start, chunking
         order = self.valid_tokens.order
-        self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n))
+        self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n), self.room)
         self.run_chunks(chunking.chunks)
         if self.sparse_input:
             self.gather_input(span)
@@ -97,15 +95,16 @@ class SparseStep(OnePassStep):
         """Also makes the chunk's lists. The gradient GEMMs that follow only see targets of dense classes."""
         tokens, finished = super().exponentiate(chunk, rows, class_slices, scratch)
         ((_, exponentials),) = class_slices
-        row_sum, valid_tokens = self.row_sum if finished.row_sum is None else finished.row_sum, tokens.valid_tokens
-        compared = compared_rows(exponentials, row_sum, valid_tokens, self.options.gradient_threshold)
+        row_sum, num_classes = self.row_sum if finished.row_sum is None else finished.row_sum, exponentials.shape[1]
+        of_rows = matrix_of(exponentials), row_sum, tokens.valid_tokens, self.dense
+        listed = SparseRows(*of_rows, num_classes, self.options.gradient_threshold, self.seed)
         if chunk.start == 0 and self.dense.number is not None:
-            launch_sparse_or_dense(compared, rows.shape[1], self.dense)
-        drawn, start, carried = drawn_rows(compared, self.options, self.dense), 0, None
+            launch_sparse_or_dense(listed, rows.shape[1])
+        start, carried = 0, None
         if self.shard is not None:
             start = self.shard.start
-            carried = launch_carried(drawn, self.shard) if self.options.gradient_mode == "unbiased" else None
-        of_dense = launch_lists(drawn, finished, tokens.column, self.lists_of(chunk), start, carried)
+            carried = None if self.seed is None else launch_carried(listed, self.shard)
+        of_dense = launch_lists(listed, finished, tokens.column, self.lists_of(chunk), start, carried)
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
@@ -123,26 +122,16 @@ class SparseStep(OnePassStep):
 
     def gather_input(self, span: slice) -> None:
         """Gathers all chunks in one launch, so the GPU waits for the longest lists only once."""
-        entries, lengths = self.lists
-        out = self.grad_input[span]
-        lists = SplitLists(entries, lengths, None, lengths.new_empty(()), lengths.new_empty(lengths.shape), self.room)
-        at_most = splits_at_most(entries.numel(), out.shape[1])
-        launch_split_lists(lists, SPLIT, at_most)
-        sums = lengths.new_empty(at_most, out.shape[1], dtype=torch.float32)
-        table, add = self.operands.linear_weight, self.dense.number is not None
-        launch_gather_lists(lists, sums, table, out, add=add, columns=TOKEN_COLUMNS)
+        out, table, add = self.grad_input[span], self.operands.linear_weight, self.dense.number is not None
+        splits = splits_at_most(self.lists, table)
+        launch_gather_lists(cut_lists(self.lists, splits), table, out, add=add, columns=TOKEN_COLUMNS, splits=splits)
 
     def gather_weight(self, span: slice) -> None:
-        out = self.weight_gradient.out
-        num_classes, hidden = out.shape
-        at_most = splits_at_most(self.lists.entries.numel(), hidden)
-        valid_tokens = self.valid_tokens.of(span)
-        classes, sums = launch_class_order(
-            self.lists, num_classes, valid_tokens, shortest=SPLIT, splits=at_most, hidden=hidden
-        )
-        table, add = self.operands.input, span.start > 0
+        out, table, add = self.weight_gradient.out, self.operands.input, span.start > 0
+        splits, order = splits_at_most(self.lists, table), self.valid_tokens.of(span).order
+        lists = launch_class_order(self.lists, out.shape[0], rows=BLOCK_TOKENS, splits=splits, order=order)
         is_dense = self.dense.is_dense
-        launch_gather_lists(classes, sums, table, out, add=add, columns=CLASS_COLUMNS, is_dense=is_dense)
+        launch_gather_lists(lists, table, out, add=add, columns=CLASS_COLUMNS, splits=splits, is_dense=is_dense)
 
     def lists_of(self, chunk: slice) -> Lists:
         return self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
@@ -183,8 +172,8 @@ def chunk_span(call: Call, span: slice, room: int, shard: Shard | None) -> Chunk
     return replace(chunking, chunks=[slice(span.start + c.start, span.start + c.stop) for c in chunking.chunks])
 
 
-def splits_at_most(entries: int, hidden: int) -> int:
-    return max(min(SPLITS_BYTES // (4 * hidden), 2 * entries // SPLIT), 1)
+def splits_at_most(lists: Lists, table: Tensor) -> int:  # (T, D)
+    return max(min(SPLITS_BYTES // (4 * table.shape[1]), 2 * lists.entries.numel() // SPLIT), 1)
 
 
 def list_bytes(tokens: int, room: int) -> int:
@@ -192,8 +181,8 @@ def list_bytes(tokens: int, room: int) -> int:
 
 
 def span_at_most(tokens: int, num_classes: int, room: int) -> int:
-    """Tokens whose lists fit the workspace, together with the memory that sorts them."""
-    each, fixed = order_bytes(num_classes, room)
-    left = matrix_bytes(tokens, TOKEN_BYTES) - fixed - SPLITS_BYTES
-    fitting = min(left // (each + list_bytes(1, room)), MOST_ENTRIES // room)
-    return max(fitting // GROUP.value, 1) * GROUP.value
+    """Tokens whose lists fit the workspace, together with the lists of the classes and the table that sorts them."""
+    each = list_bytes(1, room) + 8 * room + 4 * num_classes // BLOCK_TOKENS
+    left = matrix_bytes(tokens, TOKEN_BYTES) - 16 * num_classes - SPLITS_BYTES
+    fitting = min(left // each, MOST_ENTRIES // room)
+    return max(fitting // MULTIPLE, 1) * MULTIPLE

@@ -9,13 +9,10 @@
     backward   g of each entry, from u; grad_input_i = sum g row, over the token's list
                                         grad_linear_weight_j = sum g row, over the class's list
 
-The lists of the classes are in the order of the tokens, without a sort. A table counts the entries of each class in
-each block of tokens. Its running totals say where the block's entries belong, and a program per block hands out the
-places, one token after another. The lists take a place for each id of padded ids, since only the device knows how many
-are padding; no kernel reads or writes the rest.
-
-gather_sums.py adds up the lists, as for a sparse gradient. The sums have the same bits in every run. A token's list is
-never split, so that the bits of the token's grad_input do not depend on other tokens.
+class_order.py makes the lists of the classes, and gather_sums.py adds up the lists, as for a sparse gradient. The sums
+have the same bits in every run. A token's list is never split, so that the bits of the token's grad_input do not depend
+on other tokens. The lists take a place for each id of padded ids, since only the device knows how many are padding; no
+kernel reads or writes the rest.
 
 If a token's support is one class, lse and the target's logit are the same number, so the log-probability is exactly 0.
 """
@@ -29,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import meta
-from ...math.support import Support
+from ...math.options import changed
 from ...meta.all_classes import gradients_of_all_classes, with_all_classes
 from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
@@ -38,21 +35,19 @@ from ...support.target_range import assert_in_range, in_range
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
+from ..rows.gradient_factors import KnownRows
 from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.two_sum import in_two_float32
 from ..steps.chunks import contiguous
-from .gather_sums import SplitLists, launch_gather_lists, launch_split_lists
+from .class_order import launch_class_order
+from .gather_sums import CLASS_COLUMNS, TOKEN_COLUMNS, Lists, bounds, launch_gather_lists
 
 # N tokens, E entries (classes of tokens), D hidden, V vocabulary
 
 ENTRIES = 8  # rows of linear_weight that a program reads at a time: 64 products for each thread
 NUMBERS = 64  # entries that a program reads at a time when u is known
-UNSPLIT = 1 << 30  # more entries than any list has, so no list is split
-SPLIT = 256  # a class's list with more entries is cut, as in sparse_step.py
 SPLITS = 256  # the most splits of all classes together; their float32 sums take 4 MiB at D = 4096
 TABLE_BYTES = 20 << 20  # of the table of counts: at V = 128256 a program walks 205 of 8192 tokens
-LISTED = 256  # entries that such a program reads at a time
-TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program of the gather kernel
 
 
 @Kernel
@@ -212,35 +207,24 @@ def vectors(call: SupportForward | SupportBackward) -> dict[str, Tensor | None]:
     return {"target": target, "linear_bias": linear_bias}
 
 
-class Cotangents(NamedTuple):
-    """(N,) each, or None."""
-
-    lse: Tensor
-    lse_rest: Tensor | None
-    expected_log_prob: Tensor | None
-    grad_lse: Tensor | None
-    grad_expected_log_prob: Tensor | None
-    grad_target_logit: Tensor | None
-
-
 class Problem(NamedTuple):
     """What the gradients of entries are made of."""
 
     target: Tensor  # (N,)
     products: Tensor  # (E,)
-    support: Support
-    rows: Cotangents
+    rows: KnownRows
     logits: Any  # LogitNumbers
+    vocab_start: int
 
 
 @triton.jit
-def gradients_of_entries(problem, token, place, here, vocab_start):
+def gradients_of_entries(lists, problem, token, place, here):
     """Returns the classes at some places of the token's list, and each entry's float32 gradient (upper 32 bits) above
     32 bits of 0.
     """
-    support, rows = problem.support, problem.rows
+    rows = problem.rows
     numbers = loaded(problem.logits, token, token >= 0)
-    target = tl.load(problem.target + token).to(tl.int64) - vocab_start
+    target = tl.load(problem.target + token).to(tl.int64) - problem.vocab_start
     lse = tl.load(rows.lse + token)
     share = tl.full((), 1.0, tl.float32)
     rest = tl.full((), 0.0, tl.float32)
@@ -256,7 +240,7 @@ def gradients_of_entries(problem, token, place, here, vocab_start):
     of_target = tl.full((), 0.0, tl.float32)
     if rows.grad_target_logit is not None:
         of_target = tl.load(rows.grad_target_logit + token).to(tl.float32)
-    column = tl.load(support.classes + place, mask=here, other=-1)
+    column = tl.load(lists.entries + place, mask=here, other=-1)
     z, slope = logits_in_nats(tl.load(problem.products + place, mask=here, other=0.0), problem.logits, numbers)
     p = tl.exp(z - lse) * share
     grad = p * factor
@@ -269,51 +253,18 @@ def gradients_of_entries(problem, token, place, here, vocab_start):
 
 @Kernel
 def support_gradient_kernel(
+    classes,  # Lists of each token's classes
     problem,  # Problem
-    starts_ptr,  # (N,), where the token's list begins in `entries`
-    entries_ptr,  # (E,) int64, out: the entry's gradient and its class, for gather_sums.py; or None
-    table_ptr,  # (1 + blocks of tokens, V) int32; adds the entries of each class to its block's row; or None
-    V,
-    block_tokens,  # tokens of a block
-    vocab_start,
+    entries_ptr,  # (E,) int64, out: the entry's gradient and its class, for gather_sums.py
     BLOCK: tl.constexpr,
 ):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(problem.support.begins + token), tl.load(problem.support.ends + token)
-    start = tl.load(starts_ptr + token)
+    begin, end = bounds(classes, token)
     for first in range(begin, end, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        here = place < end
-        column, grad = gradients_of_entries(problem, token, place, here, vocab_start)
-        if entries_ptr is not None:
-            tl.store(entries_ptr + start + (place - begin), grad | column, mask=here)
-        if table_ptr is not None:
-            tl.atomic_add(table_ptr + (1 + token // block_tokens) * V + column, 1, mask=here, sem="relaxed")
-
-
-@Kernel
-def class_lists_kernel(
-    problem,  # Problem
-    table_ptr,  # (1 + blocks of tokens, V) int32, where the block's next entry of a class belongs
-    entries_ptr,  # (E,) int64, out: the entry's gradient and its token, one class after another
-    N,
-    V,
-    block_tokens,
-    vocab_start,
-    BLOCK: tl.constexpr,
-):
-    """One program per block of tokens. A token has each class once, so the order of its own entries does not matter."""
-    block = tl.program_id(0).to(tl.int64)
-    for token in range(block * block_tokens, tl.minimum((block + 1) * block_tokens, N)):
-        begin, end = tl.load(problem.support.begins + token), tl.load(problem.support.ends + token)
-        for first in range(begin, end, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            here = place < end
-            column, grad = gradients_of_entries(problem, token, place, here, vocab_start)
-            to = tl.atomic_add(table_ptr + block * V + column, 1, mask=here, sem="relaxed")
-            tl.store(entries_ptr + to, grad | token, mask=here)
-        tl.debug_barrier()  # the next token's places are behind this one's
+        column, grad = gradients_of_entries(classes, problem, token, place, place < end)
+        tl.store(entries_ptr + place, grad | column, mask=place < end)
 
 
 @takes(SupportBackward)
@@ -322,61 +273,28 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
     call.operands, call.logits = call.operands._replace(**vectors(call)), call.logits.contiguous()
     input, linear_weight, target, _ = call.operands
     tokens, num_classes = input.shape[0], linear_weight.shape[0]
-    rows = contiguous(
-        call.lse,
-        call.lse_rest,
-        call.expected_log_prob,
-        call.cotangents.grad_lse,
-        call.grad_expected_log_prob,
-        call.cotangents.grad_target_logit,
-    )
-    problem = Problem(target, call.products, call.support, Cotangents(*rows), numbers_in_kernel(call.logits))
-    lengths, places = call.support.ends - call.support.begins, call.support.classes.shape
+    known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
+    numbers, (classes, begins, ends, _) = numbers_in_kernel(call.logits), call.support
+    problem = Problem(target, call.products, changed(known, Tensor.contiguous), numbers, call.vocab_start)
+    of_tokens = Lists(classes, ends - begins, behind=ends)
     want_input, want_weight, want_bias = call.output_mask
-    blocks = max(min(TABLE_BYTES // (4 * num_classes) - 1, tokens), 1)
-    block_tokens = triton.cdiv(tokens, blocks)
     with torch.cuda.device_of(input):
-        entries = input.new_empty(places, dtype=torch.int64) if want_input else None
-        table = None
-        if want_weight or want_bias:
-            table = input.new_zeros((1 + blocks, num_classes), dtype=torch.int32)
-        sizes = num_classes, block_tokens, call.vocab_start
-        support_gradient_kernel[(tokens,)](
-            problem, lengths.cumsum(0) - lengths, entries, table, *sizes, BLOCK=NUMBERS, num_warps=1
-        )
         if want_input:
-            launch_sums(entries, lengths, linear_weight, results[0], add, UNSPLIT, TOKEN_COLUMNS)
-        del entries
-        if table is not None:
-            lengths = table.sum(0, dtype=torch.int32)
-            table[0] = lengths.cumsum(0) - lengths
-            table.cumsum_(0)
-            of_classes = input.new_empty(places, dtype=torch.int64)
-            class_lists_kernel[(blocks,)](problem, table, of_classes, tokens, *sizes, BLOCK=LISTED, num_warps=4)
-            del table
+            entries = torch.empty_like(classes, dtype=torch.int64)
+            support_gradient_kernel[(tokens,)](of_tokens, problem, entries, BLOCK=NUMBERS, num_warps=1)
+            lists = of_tokens._replace(entries=entries)
+            launch_gather_lists(lists, linear_weight, results[0], add=add, columns=TOKEN_COLUMNS)
+            del entries, lists
+        if want_weight or want_bias:
+            rows = triton.cdiv(tokens, max(min(TABLE_BYTES // (4 * num_classes), tokens), 1))
+            lists = launch_class_order(
+                of_tokens, num_classes, rows=rows, splits=SPLITS, entries=gradients_of_entries, source=problem
+            )
             if want_weight:
-                launch_sums(of_classes, lengths, input, results[1], add, SPLIT, CLASS_COLUMNS)
+                launch_gather_lists(lists, input, results[1], add=add, columns=CLASS_COLUMNS, splits=SPLITS)
             if want_bias:
-                grad = of_classes.view(torch.float32).view(-1, 2)[:, 1]
-                starts = pad(lengths.long().cumsum(0), (1, 0))
-                total = torch.segment_reduce(grad, "sum", offsets=starts, initial=0.0, unsafe=True)
+                grad, offsets = lists.entries.view(torch.float32).view(-1, 2)[:, 1], pad(lists.behind.long(), (1, 0))
+                total = torch.segment_reduce(grad, "sum", offsets=offsets, initial=0.0, unsafe=True)
                 results[2].copy_(total + results[2] if add else total)
     record_run(call, tokens, 1, NOTE)
     return results
-
-
-def launch_sums(
-    entries: Tensor,  # (E,) int64, one list after another
-    lengths: Tensor,  # (L,)
-    table: Tensor,  # (T, D)
-    out: Tensor,  # (L, D)
-    add: bool,
-    shortest: int,  # split
-    columns: int,
-) -> None:
-    lengths = lengths.int()
-    behind, splits, split = torch.empty_like(lengths), torch.empty_like(lengths), lengths.new_empty(())
-    lists = SplitLists(entries, lengths, behind, split, splits)
-    launch_split_lists(lists, shortest, SPLITS)
-    sums = out.new_empty(SPLITS, out.shape[1], dtype=torch.float32)
-    launch_gather_lists(lists, sums, table, out, add=add, columns=columns)

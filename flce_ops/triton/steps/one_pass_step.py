@@ -29,10 +29,10 @@ from ..gemm.split_k import float32_memory, products_of_ranges, room_for_products
 from ..gemm.tma import NO_OUTER
 from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
-from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, launch_shard_numbers
+from ..rows.copy_rows import launch_copy_rows
+from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics, sums_for
-from ..rows.scale_rows import launch_scale_rows
 from ..rows.set_entries import launch_set_entries
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
@@ -187,10 +187,7 @@ class OnePassStep:
         """
         gathered, gather = None, self.per_token.gather
         if gather is not None:
-            numbers = launch_shard_numbers(tokens, sums)
-            if sums.argmax is not None:
-                numbers[-2], numbers[-1] = sums.max_logit, sums.argmax + self.call.vocab_start
-            gathered = gather(numbers)
+            gathered = gather(shard_numbers(tokens, sums, self.call.vocab_start))
         objective, dtype = self.per_token.objective, self.operands.input.dtype
         finished = launch_finish_rows(tokens, sums, objective, dtype, logit_options=self.call.logits, gathered=gathered)
         if gathered is not None and sums.argmax is not None:
@@ -205,7 +202,7 @@ class OnePassStep:
         last = start + rows.shape[0] == count
         few = count <= TOKENS_AT_MOST and start == 0 and last and len(class_slices) == 1
         rest = rows.new_empty(rows.shape) if few else None
-        launch_scale_rows(rows, finished.weight_factor, rows, tokens.valid_tokens, rest=rest)
+        launch_copy_rows(rows, rows, tokens.valid_tokens, factor=finished.weight_factor, rest=rest)
         for cols, exponentials in class_slices:
             self.weight_gradient.add(cols, exponentials, rows, tokens.valid_tokens, first=start == 0, last=last)
         if few:
