@@ -25,7 +25,6 @@ from flce_ops.triton.gemm.overflow_rows import LOOK, overflow_rows_kernel
 from flce_ops.triton.gemm.tiles import (
     INPUT_TILES,
     WEIGHT_TILES,
-    LogitsTiles,
     Tiles,
     data_centre_chip,
     tiles_of_architecture,
@@ -104,15 +103,13 @@ def source(
     return ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
-def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Variant]:
+def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
     constants = {
         "EVEN_V": False,
         "SLOPED": False,
         "BEFORE_SOFTCAP": False,
         "FIXED_POINT": False,
         "GROUP": tiles.group,
-        "FLATTEN": tiles.flatten,
-        "WARP_SPECIALIZE": tiles.warp_specialize,
         "STORED": True,
         "STORE_HALVES": tiles.store_halves,
     }
@@ -188,7 +185,6 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "ADDS": adds,
         "GROUP": tiles.group,
     }
-    constants["FLATTEN"] = tiles.flatten
     name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
@@ -218,7 +214,6 @@ def transposed_variant(tiles: Tiles) -> Variant:
     constants = {
         "WHOLE": 3,
         "GROUP": tiles.group,
-        "FLATTEN": tiles.flatten,
     }
     of_kernel = source(transposed_tiles_kernel, tiles, constants, blocks, types)
     return Variant("weight, later, transposed", of_kernel, tiles, tiles.num_stages)

@@ -37,7 +37,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from .tiles import LogitsTiles
+from .tiles import Tiles
 from .tma import block_of_tile, descriptors, fits_tma, load_tile, matrix_of, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
@@ -112,8 +112,6 @@ def logits_gemm_kernel(
     BLOCK_K: tl.constexpr,  # features
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
@@ -131,7 +129,7 @@ def logits_gemm_kernel(
     tiles = row_blocks * vocab_blocks
     if guard_ptr is not None:
         tiles = tl.where(exceeds(guard_ptr), tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
         row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
         row_start = row_block * BLOCK_M
         col_start = vocab_block * BLOCK_N
@@ -200,7 +198,7 @@ def launch_logits_gemm(
     guard: Tensor | None = None,  # ()
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
     pair: Pair = NO_PAIR,  # the low-rank pair (steps/low_rank_pair.py) whose product is added
-    tiles: LogitsTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> None:
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
@@ -213,7 +211,7 @@ def launch_logits_gemm(
         of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
         matrices = descriptors(given, (of_rows, of_classes, of_out, of_rows, of_classes))
     grid_tiles = triton.cdiv(n, tiles.block_m) * triton.cdiv(num_classes, tiles.block_n)
-    programs = tiles.programs_per_sm * multiprocessors(input)
+    programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],
         linear_bias,
@@ -230,8 +228,6 @@ def launch_logits_gemm(
         EVEN_V=num_classes % tiles.block_n == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
-        FLATTEN=tiles.flatten,
-        WARP_SPECIALIZE=tiles.warp_specialize,
         STORED=out is not None,
         STORE_HALVES=tiles.store_halves,
         # MaxSum's result is logits, not a gradient

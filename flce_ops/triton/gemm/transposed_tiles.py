@@ -55,7 +55,6 @@ def transposed_tiles_kernel(
     BLOCK_K: tl.constexpr,  # tokens
     GROUP: tl.constexpr,  # even
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     count = valid_rows(valid_tokens, n)
     depth = tl.cdiv(count, BLOCK_K)
@@ -63,7 +62,7 @@ def transposed_tiles_kernel(
     tiles = class_blocks * WHOLE + tl.cdiv(class_blocks, 2)
     tiles = tl.where((count > 0) & (tl.load(valid_tokens.taken) > first_rows), tiles, 0)
     group_tiles: tl.constexpr = GROUP * WHOLE + GROUP // 2
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         first = (tile // group_tiles) * GROUP
         height = min(class_blocks - first, GROUP)
         place = tile % group_tiles
@@ -146,6 +145,5 @@ def launch_transposed_tiles(
         WHOLE=hidden // wide,
         GROUP=tiles.group,
         PROGRAMS=programs,
-        FLATTEN=tiles.flatten,
         **tiles.options,
     )

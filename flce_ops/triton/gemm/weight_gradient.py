@@ -100,7 +100,6 @@ def weight_gradient_kernel(
     BLOCK_K: tl.constexpr,  # tokens
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -124,7 +123,7 @@ def weight_gradient_kernel(
     if FIRST and not LAST:
         if tl.program_id(0) == 0:
             tl.store(guard_ptr, 0)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
         class_block, feature_block = block_of_tile(tile, class_blocks, feature_blocks, GROUP)
         class_start = step_at(blocks, class_block, BLOCK_M) * BLOCK_M
         feature_start = feature_block * BLOCK_N
@@ -287,7 +286,6 @@ class WeightGradient:
             USE_TMA=tiles.tma,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten,
             **tiles.options,
         )
 
