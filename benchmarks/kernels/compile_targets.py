@@ -134,12 +134,9 @@ def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
         rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers the pair has a loop of its own
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
         if name == "low_rank":
-            if tiles.tma:
-                matrices |= {"pair_input_ptr": matrices["input"], "pair_weight_ptr": matrices["linear_weight"]}
-            else:
-                types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "*bf16")
+            matrices |= {"pair_input": matrices["input"], "pair_weight": matrices["linear_weight"]}
         else:
-            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "constexpr")
+            types |= dict.fromkeys(("pair_input", "pair_weight"), "constexpr")
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 

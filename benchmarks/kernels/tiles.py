@@ -111,11 +111,13 @@ def input_step(tiles: Tiles, e, w):
 
 
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
-    gradient, valid_tokens = WeightGradient(grad, chunks=3), all_valid(e.shape[0])
+    n = e.shape[0]
+    gradient = WeightGradient(grad, 3 * n, chunks=3)
+    valid_tokens = all_valid(2 * n).of(slice(0, n) if first else slice(n, 2 * n))
     gradient.tiles = tiles
     gradient.sum.exponents.fill_(140)  # 2^13, so that the sums of all rounds stay finite
     gradient.sum.guard.zero_()
-    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, valid_tokens, first=first, last=False)
+    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, valid_tokens)
 
 
 def steps_of_logits(x, w, out) -> dict:

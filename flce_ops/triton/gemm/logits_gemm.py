@@ -22,8 +22,6 @@ the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -38,7 +36,7 @@ from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from .tiles import Tiles
-from .tma import block_of_tile, descriptors, fits_tma, load_tile, matrix_of, store_tile
+from .tma import block_of_tile, fits_tma, kernel_matrices, load_tile, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -97,8 +95,8 @@ def logits_gemm_kernel(
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
-    pair_input_ptr,  # (n, r): tensor descriptor with USE_TMA, else a pointer; None without a pair
-    pair_weight_ptr,  # (V, r)
+    pair_input,  # (n, r): likewise; None without a pair
+    pair_weight,  # (V, r)
     guard_ptr,  # () int32, largest row sum of an earlier pass; the kernel runs only if it is too large; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
@@ -144,7 +142,7 @@ def logits_gemm_kernel(
                 inputs, weights, step = input, linear_weight, k
                 if RANK > 0:
                     if k >= depth:  # selects one of two tensor maps, so that one loop serves both products
-                        inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
+                        inputs, weights, step = pair_input, pair_weight, k - depth
                 a = inputs.load([row_start, step * BLOCK_K])
                 b = weights.load([col_start, step * BLOCK_K])
             else:
@@ -153,7 +151,7 @@ def logits_gemm_kernel(
                 b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
             acc = tl.dot(a, b.T, acc)
         if RANK > 0 and not USE_TMA:
-            acc = add_pair_product(acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
+            acc = add_pair_product(acc, pair_input, pair_weight, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -204,12 +202,10 @@ def launch_logits_gemm(
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
     given = [input, linear_weight, out, pair.input, pair.weight]
-    matrices: list[Any] = [*map(matrix_of, given[:3]), *given[3:]]
     use_tma = tiles.tma and all(map(fits_tma, given))
-    if use_tma:
-        of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
-        of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
-        matrices = descriptors(given, (of_rows, of_classes, of_out, of_rows, of_classes))
+    of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
+    of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
+    matrices = kernel_matrices(given, (of_rows, of_classes, of_out, of_rows, of_classes), use_tma)
     grid_tiles = triton.cdiv(n, tiles.block_m) * triton.cdiv(num_classes, tiles.block_n)
     programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](

@@ -25,7 +25,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import capability_of, interpreted, multiprocessors
 from .sum_scales import Sum, scaled_products
 from .tiles import Tiles
-from .tma import descriptors
+from .tma import kernel_matrices
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -133,7 +133,7 @@ def launch_transposed_tiles(
     matrices = [exponentials, rows, rows, exponentials, total.numbers]
     columns = [[tiles.block_k, width] for width in (narrow, wide, narrow, wide)]
     transposed_tiles_kernel[(programs,)](
-        *descriptors(matrices, [*columns, [narrow, narrow]]),
+        *kernel_matrices(matrices, [*columns, [narrow, narrow]]),
         total.exponents,
         total.guard,
         valid_tokens,

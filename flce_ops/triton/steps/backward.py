@@ -42,14 +42,7 @@ from ..rows.set_entries import launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunks import (
-    MULTIPLE,
-    contiguous,
-    padded,
-    record_chunks,
-    slices,
-    with_contiguous_vectors,
-)
+from .chunks import MULTIPLE, contiguous, padded, record_chunks, slices, with_contiguous_vectors
 from .gradients import Gradients, finish_gradients, wanted_gradients
 from .one_pass_step import StepTokens
 from .quantized_logits import QuantizedLogits, quantization, quantized_of
@@ -124,7 +117,7 @@ def run_backward(
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
-        weight_gradient = backend.weight_gradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
+        weight_gradient = backend.weight_gradient(grad_weight, tokens, 1 if adds else len(row_slices), adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
@@ -165,7 +158,7 @@ def run_backward(
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
             if weight_gradient is not None:
-                weight_gradient.add(cols, gradient, rows, here, first=here.start == 0, last=here.start + n == tokens)
+                weight_gradient.add(cols, gradient, rows, here)
             if input_gradient is not None:
                 input_gradient.add(cols, gradient)
         if input_gradient is not None:
@@ -251,12 +244,11 @@ def slices_of_ranges(
     """
     products = products_of_ranges(num_classes) if want_input else 0
     row_bytes = padded(num_classes, itemsize) * itemsize + hidden * (4 * products if want_input else itemsize)
-    if rows * row_bytes <= matrix_bytes(rows) or not products:
-        most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-        return slices(rows, min(most, rows)), [slice(0, num_classes)]
-    row_bytes = RANGE * itemsize + 4 * hidden
+    columns = [slice(0, num_classes)]
+    if products and rows * row_bytes > matrix_bytes(rows):
+        row_bytes = RANGE * itemsize + 4 * hidden
+        columns = [slice(start, min(start + RANGE, num_classes)) for start in range(0, num_classes, RANGE)]
     most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-    columns = [slice(start, min(start + RANGE, num_classes)) for start in range(0, num_classes, RANGE)]
     return slices(rows, min(most, rows)), columns
 
 

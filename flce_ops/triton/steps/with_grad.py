@@ -32,7 +32,7 @@ from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunking import Chunking, chunk_shard, chunk_tokens
+from .chunking import Chunking, best_chunking, chunk_shard, problem_of
 from .chunks import contiguous, record_chunks, with_contiguous_vectors
 from .gradients import finish_gradients, wanted_gradients
 from .one_pass_step import OnePassStep, StepTokens
@@ -105,8 +105,8 @@ def one_pass_step(
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
     input, linear_weight, target, _, _ = call.operands
-    chunking = chunk_tokens(
-        input,
+    problem = problem_of(
+        input.shape[0],
         linear_weight,
         call.output_mask,
         smoothed=objective.d_sum is not None,
@@ -115,6 +115,7 @@ def one_pass_step(
     )
     valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
+    chunking = best_chunking(problem)
     return step_over_tokens(call, per_token, class_weight, valid_tokens, place, (loss, *grads), chunking, None)
 
 
