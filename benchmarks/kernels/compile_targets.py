@@ -22,13 +22,7 @@ from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.gemm.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.gemm.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.gemm.overflow_rows import LOOK, overflow_rows_kernel
-from flce_ops.triton.gemm.tiles import (
-    INPUT_TILES,
-    WEIGHT_TILES,
-    Tiles,
-    data_centre_chip,
-    tiles_of_architecture,
-)
+from flce_ops.triton.gemm.tiles import AMPERE, HOPPER, INPUT_TILES, WEIGHT_TILES, Tiles, data_centre_chip
 from flce_ops.triton.gemm.tma import Matrix
 from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
@@ -255,10 +249,10 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
 
 
 def variants(capability: int, epilogue: str, every: bool) -> Iterator[Variant]:
-    yield from logits_variants(tiles_of_architecture(capability, hidden=4096), list(OPERANDS) if every else [epilogue])
     tma = data_centre_chip(capability)
+    yield from logits_variants(HOPPER if tma else AMPERE, list(OPERANDS) if every else [epilogue])
     if tma:
-        yield from logits_variants(replace(tiles_of_architecture(capability, hidden=33), tma=False), ["low_rank"])
+        yield from logits_variants(replace(HOPPER, tma=False), ["low_rank"])
     yield from gradient_variants(capability, tma, every)
     if tma and every:  # operands that tensor maps cannot address
         yield from gradient_variants(capability, False, every)

@@ -42,18 +42,11 @@ class Tiles:
 #   671 / 636 / 548   warp-specialised, not flattened
 #   508 / 477 / 403   128x128, two programs per multiprocessor
 HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
-HOPPER_SHALLOW = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
+# At D = 896 a step took 1.03 of the time with whole tiles (16384x896x151936, quartiles 0.99 and 1.04).
 # With four warps ptxas keeps up to 2 KiB of registers per thread in memory, with eight none in most variants (sm_80,
 # sm_120: python -m benchmarks.kernels.compile_cards). No such card was available, so neither was timed.
 AMPERE = Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False)
 INTERPRETER = Tiles(32, 128, 32, num_warps=1, num_stages=1, tma=False)
-
-
-def tiles_of_architecture(capability: int, hidden: int) -> Tiles:
-    """`capability` is 90 for sm_90."""
-    if not data_centre_chip(capability):
-        return AMPERE
-    return HOPPER if hidden > 1024 else HOPPER_SHALLOW
 
 
 # H200, TFLOP/s at 2048x4096x128256 / 4096x1536x50257 / 2048x896x151936
