@@ -28,14 +28,14 @@ from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
 from flce_ops.triton.rows.logit_numbers import LogitNumbers
 from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.steps.quantized_logits import Quantization
+from flce_ops.triton.steps.quantized_logits import QuantizedLogits
 
 # the pointers of each epilogue; optional ones are absent
 EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 8, "i32")
 OPERANDS = {
     "exp_sum": EXP_SUM,
     "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32", total="*fp32"),
-    "quantized": EXP_SUM._replace(quantization=Quantization("*fp32", "i32", "i32")),
+    "quantized": EXP_SUM._replace(quantized=QuantizedLogits("*i16", "*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
     "low_rank": EXP_SUM,
