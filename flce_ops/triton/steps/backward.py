@@ -57,21 +57,18 @@ SPLIT_NUMBERS = 16 << 20  # the most float32 numbers for products of splits (spl
 @takes(Backward)
 @with_padded_features
 def launch_backward(call: Backward) -> meta.Gradients:
-    outputs = meta.outputs(call)
-    run_over_tokens(call, outputs)
-    return outputs
+    return run_over_tokens(call)
 
 
 @takes(BackwardInPlace)
 def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
-    outputs = meta.outputs(call)
+    outputs = run_over_tokens(call)
     torch.autograd.graph.increment_version(call.main_grad)
-    run_over_tokens(call, outputs)
     return outputs
 
 
-def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
-    input, linear_weight = call.operands[:2]
+def run_over_tokens(call: Backward) -> meta.Gradients:
+    outputs, (input, linear_weight) = meta.outputs(call), call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
     call.logits = call.logits.contiguous()
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
@@ -81,6 +78,7 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
     record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
+    return outputs
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
