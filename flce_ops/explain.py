@@ -233,7 +233,7 @@ def learnt(call: dict) -> bool:
 def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
     """How a step divides its tokens. Empty if the step would copy its operands, to another dtype or with padding."""
     from .triton.rows.row_statistics import sum_pairs
-    from .triton.steps.chunking import CHUNKINGS, invariant, problem_of
+    from .triton.steps.chunking import CHUNKINGS, problem_of
 
     input, linear_weight = call["input"], call["linear_weight"]
     hidden, size = linear_weight.shape[1], linear_weight.dtype.itemsize
@@ -247,9 +247,8 @@ def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
         wanted,
         smoothed=facts.label_smoothing,
         sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
+        batch_invariant=bool(call.get("batch_invariant")),
     )
-    if call.get("batch_invariant"):
-        problem = invariant(problem)
     return [line for title, paths in CHUNKINGS.items() for line in verdicts(title, paths, problem)]
 
 

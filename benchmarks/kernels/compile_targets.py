@@ -22,27 +22,20 @@ from flce_ops.triton.gemm.epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from flce_ops.triton.gemm.input_gradient import Finish, input_gradient_kernel
 from flce_ops.triton.gemm.logits_gemm import logits_gemm_kernel
 from flce_ops.triton.gemm.overflow_rows import LOOK, overflow_rows_kernel
-from flce_ops.triton.gemm.tiles import (
-    INPUT_TILES,
-    WEIGHT_TILES,
-    LogitsTiles,
-    Tiles,
-    data_centre_chip,
-    tiles_of_architecture,
-)
+from flce_ops.triton.gemm.tiles import AMPERE, HOPPER, INPUT_TILES, WEIGHT_TILES, Tiles, data_centre_chip
 from flce_ops.triton.gemm.tma import Matrix
 from flce_ops.triton.gemm.transposed_tiles import transposed_tiles_kernel
 from flce_ops.triton.gemm.weight_gradient import weight_gradient_kernel
 from flce_ops.triton.rows.logit_numbers import LogitNumbers
 from flce_ops.triton.rows.valid_tokens import ValidTokens
-from flce_ops.triton.steps.quantized_logits import Quantization
+from flce_ops.triton.steps.quantized_logits import QuantizedLogits
 
 # the pointers of each epilogue; optional ones are absent
 EXP_SUM = ExpSum("*fp32", "constexpr", "*fp32", *["constexpr"] * 8, "i32")
 OPERANDS = {
     "exp_sum": EXP_SUM,
     "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32", total="*fp32"),
-    "quantized": EXP_SUM._replace(quantization=Quantization("*fp32", "i32", "i32")),
+    "quantized": EXP_SUM._replace(quantized=QuantizedLogits("*i16", "*fp32", "i32", "i32")),
     "max_sum": MaxSum("*fp32", "*fp32"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
     "low_rank": EXP_SUM,
@@ -104,15 +97,13 @@ def source(
     return ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
-def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Variant]:
+def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
     constants = {
         "EVEN_V": False,
         "SLOPED": False,
         "BEFORE_SOFTCAP": False,
         "FIXED_POINT": False,
         "GROUP": tiles.group,
-        "FLATTEN": tiles.flatten,
-        "WARP_SPECIALIZE": tiles.warp_specialize,
         "STORED": True,
         "STORE_HALVES": tiles.store_halves,
     }
@@ -137,12 +128,9 @@ def logits_variants(tiles: LogitsTiles, epilogues: list[str]) -> Iterator[Varian
         rank = 0 if name != "low_rank" else 64 if tiles.tma else 128  # by pointers the pair has a loop of its own
         epilogue = {"EPILOGUE": EPILOGUES[type(operands)], "RANK": rank}
         if name == "low_rank":
-            if tiles.tma:
-                matrices |= {"pair_input_ptr": matrices["input"], "pair_weight_ptr": matrices["linear_weight"]}
-            else:
-                types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "*bf16")
+            matrices |= {"pair_input": matrices["input"], "pair_weight": matrices["linear_weight"]}
         else:
-            types |= dict.fromkeys(("pair_input_ptr", "pair_weight_ptr"), "constexpr")
+            types |= dict.fromkeys(("pair_input", "pair_weight"), "constexpr")
         of_kernel = source(logits_gemm_kernel, tiles, {**constants, **epilogue}, matrices, types)
         yield Variant(f"logits, {name}", of_kernel, tiles, tiles.num_stages)
 
@@ -188,7 +176,6 @@ def weight_variant(tiles: Tiles, chunk: str) -> Variant:
         "ADDS": adds,
         "GROUP": tiles.group,
     }
-    constants["FLATTEN"] = tiles.flatten
     name = f"weight, {chunk}, {tiles.block_m}x{tiles.block_n}"
     return Variant(name, source(weight_gradient_kernel, tiles, constants, blocks, types), tiles, tiles.num_stages)
 
@@ -218,7 +205,6 @@ def transposed_variant(tiles: Tiles) -> Variant:
     constants = {
         "WHOLE": 3,
         "GROUP": tiles.group,
-        "FLATTEN": tiles.flatten,
     }
     of_kernel = source(transposed_tiles_kernel, tiles, constants, blocks, types)
     return Variant("weight, later, transposed", of_kernel, tiles, tiles.num_stages)
@@ -263,10 +249,10 @@ def gradient_variants(capability: int, tma: bool, every: bool) -> Iterator[Varia
 
 
 def variants(capability: int, epilogue: str, every: bool) -> Iterator[Variant]:
-    yield from logits_variants(tiles_of_architecture(capability, hidden=4096), list(OPERANDS) if every else [epilogue])
     tma = data_centre_chip(capability)
+    yield from logits_variants(HOPPER if tma else AMPERE, list(OPERANDS) if every else [epilogue])
     if tma:
-        yield from logits_variants(replace(tiles_of_architecture(capability, hidden=33), tma=False), ["low_rank"])
+        yield from logits_variants(replace(HOPPER, tma=False), ["low_rank"])
     yield from gradient_variants(capability, tma, every)
     if tma and every:  # operands that tensor maps cannot address
         yield from gradient_variants(capability, False, every)

@@ -19,7 +19,7 @@ from flce_ops.math.options import LogitOptions
 from flce_ops.triton.gemm.epilogues import ExpSum, Gradient
 from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
-from flce_ops.triton.gemm.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, LogitsTiles, Tiles
+from flce_ops.triton.gemm.tiles import HOPPER, INPUT_TILES, WEIGHT_TILES, Tiles
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.valid_tokens import ValidTokens
 
@@ -27,14 +27,11 @@ from flce_ops.triton.rows.valid_tokens import ValidTokens
 SHAPES = ((2048, 4096, 128256), (2048, 2304, 256000), (4096, 896, 151936))
 
 CANDIDATES = {
-    "128x256x64 s3": replace(HOPPER, flatten=False, store_halves=False),
-    "128x256x64 s3 flat": replace(HOPPER, store_halves=False),
-    "128x256x64 s3 flat halves": HOPPER,
-    "128x256x64 s4 flat halves": replace(HOPPER, num_stages=4),
-    "128x256x64 s3 flat halves g8": replace(HOPPER, group=8),
-    "128x256x64 s3 ws halves": replace(HOPPER, flatten=False, warp_specialize=True),
-    "256x128x64 s3 flat": replace(HOPPER, block_m=256, block_n=128, store_halves=False),
-    "128x128x64 w4 s3 x2 flat": replace(HOPPER, block_n=128, num_warps=4, programs_per_sm=2),
+    "128x256x64 s3": replace(HOPPER, store_halves=False),
+    "128x256x64 s3 halves": HOPPER,
+    "128x256x64 s4 halves": replace(HOPPER, num_stages=4),
+    "128x256x64 s3 halves g8": replace(HOPPER, group=8),
+    "256x128x64 s3": replace(HOPPER, block_m=256, block_n=128, store_halves=False),
 }
 
 INPUT_CANDIDATES = {
@@ -44,9 +41,8 @@ INPUT_CANDIDATES = {
     "128x128x32 pointers": INPUT_TILES["hopper, by pointers"],
 }
 WEIGHT_CANDIDATES = {
-    "128x256x64 s3 flat": WEIGHT_TILES["hopper"],
-    "128x256x64 s3": replace(WEIGHT_TILES["hopper"], flatten=False),
-    "128x256x64 s3 flat g16": replace(WEIGHT_TILES["hopper"], group=16),
+    "128x256x64 s3": WEIGHT_TILES["hopper"],
+    "128x256x64 s3 g16": replace(WEIGHT_TILES["hopper"], group=16),
     "128x128x32 pointers": WEIGHT_TILES["hopper, by pointers"],
 }
 PARTS = 4  # slices of V for which the memory of the input gradient's products suffices
@@ -76,7 +72,7 @@ def all_valid(n: int) -> ValidTokens:
     return ValidTokens(order, total, 0, total)
 
 
-def candidate_step(tiles: LogitsTiles, epilogue: str, store: bool, x, w, out):
+def candidate_step(tiles: Tiles, epilogue: str, store: bool, x, w, out):
     n, num_classes = x.shape[0], w.shape[0]
     partial = torch.empty(triton.cdiv(num_classes, tiles.block_n), n, device="cuda")
     reference = torch.randn(n, device="cuda") + 10
@@ -115,11 +111,13 @@ def input_step(tiles: Tiles, e, w):
 
 
 def weight_step(tiles: Tiles, e, x, grad, first: bool):
-    gradient, valid_tokens = WeightGradient(grad, chunks=3), all_valid(e.shape[0])
+    n = e.shape[0]
+    gradient = WeightGradient(grad, 3 * n, chunks=3)
+    valid_tokens = all_valid(2 * n).of(slice(0, n) if first else slice(n, 2 * n))
     gradient.tiles = tiles
     gradient.sum.exponents.fill_(140)  # 2^13, so that the sums of all rounds stay finite
     gradient.sum.guard.zero_()
-    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, valid_tokens, first=first, last=False)
+    return lambda: gradient.add(slice(0, grad.shape[0]), e, x, valid_tokens)
 
 
 def steps_of_logits(x, w, out) -> dict:

@@ -122,9 +122,10 @@ def vocabulary_parallel(shard: Head) -> StepCost:
 
 
 def one_pass_triton(head: Head) -> StepCost:
-    from ..triton.steps.chunking import chunk_tokens
+    from ..triton.steps.chunking import best_chunking, problem_of
 
-    chunking = chunk_tokens(*head.meta_tensors(), BOTH)
+    _, linear_weight = head.meta_tensors()
+    chunking = best_chunking(problem_of(head.tokens, linear_weight, BOTH))
     if chunking.overlay is None and chunking.recompute:
         return two_passes_triton(head)
     if chunking.overlay is None:

@@ -111,12 +111,12 @@ def constants_of_chunking(case: Case, device: str) -> list[tuple[object, str, in
         found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
-    from flce_ops.triton.steps import backward, chunking, chunks, forward, one_pass_step, overlay
+    from flce_ops.triton.steps import backward, chunking, chunks, forward, gradients, overlay
 
     for remembered in (chunking.best_chunking, chunking.fewest_steps):  # clear what was cached with other constants
         remembered.cache_clear()
     if case.short_chunks:
-        modules = (backward, chunks, chunking, forward, one_pass_step)
+        modules = (backward, chunks, chunking, forward, gradients)
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
         if device == "interpreter":  # the tiles of the interpreter's logits are 128 wide
             found += [(module, "BLOCK_V", 128) for module in (overlay, backward)]

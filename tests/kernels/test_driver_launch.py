@@ -1,7 +1,5 @@
 """Launches that go to the driver without Triton: one by one, or as one graph if the same addresses come again."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from fake_driver import eight_bytes, in_place_of_cuda
@@ -14,7 +12,7 @@ CELL_AT = {}.get  # no address is memory of the step
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(launch_graphs, "_graphs", [])
+    monkeypatch.setattr(launch_graphs, "_graphs", {})
     return in_place_of_cuda(monkeypatch, driver_launch, launch_graphs)
 
 
@@ -66,15 +64,14 @@ def test_launches_at_addresses_that_come_again_are_one_graph(fake, monkeypatch):
     cell, capturing = driver_launch.Cell(), False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     launches = launches_of(fake, eight_bytes(4096), cell_at={4096: cell}.get)
-    graphs = launch_graphs.LaunchGraphs(launches)
 
     def call(address):
         """Works as Replay.run. Returns the addresses that the kernels ran with, and the number of launches."""
         fake.launched.clear()
-        if not graphs.run(address, 5):
+        if not launch_graphs.launch_graph(launches, address, 5):
             cell.value = address
             launches.run(5)
-            graphs.add(address)
+            launch_graphs.remember(launches, address)
         if len(fake.launched) == 1:
             ((stream, kernels),) = fake.launched
             assert stream == 5 and all(kernel.stream == 3 for kernel in kernels)
@@ -87,32 +84,29 @@ def test_launches_at_addresses_that_come_again_are_one_graph(fake, monkeypatch):
     for address, times in ((640, several), (1280, several), (640, several), (640, 1), (1280, several), (1280, 1)):
         assert call(address) == ({address}, times)
     capturing = True  # another graph is being captured: only kernels may enter it
-    assert call(640) == ({640}, several) and call(99) == ({99}, several) and 99 not in graphs.known
+    assert call(640) == ({640}, several) and call(99) == ({99}, several)
+    assert (launches, 99) not in launch_graphs._graphs
     capturing = False
-    for address in range(2048, 2048 + launch_graphs.ADDRESSES_AT_MOST):
+    for address in range(2048, 2048 + launch_graphs.SETS_AT_MOST):
         call(address)
-    assert len(graphs.known) == launch_graphs.ADDRESSES_AT_MOST and sorted(fake.destroyed) == [1, 2]
+    assert call(1280) == ({1280}, several) and call(640) == ({640}, several) and sorted(fake.destroyed) == [1, 2]
 
 
-def test_graphs_that_nobody_used_make_room_for_others(fake, monkeypatch):
-    """Unused graphs of other kinds make room, too. If all graphs are in use, no new one is made."""
-    now = [0.0]
-    monkeypatch.setattr(launch_graphs, "GRAPHS_AT_MOST", 2)
-    monkeypatch.setattr(launch_graphs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_graphs_that_were_used_longest_ago_make_room_for_others(fake, monkeypatch):
+    """Those of other kinds, too. A loop over more sets of addresses than are remembered makes no graph."""
+    monkeypatch.setattr(launch_graphs, "SETS_AT_MOST", 2)
+    first, second, third = (launches_of(fake) for _ in range(3))
 
-    def kind():
-        return launch_graphs.LaunchGraphs(launches_of(fake))
-
-    def has_graph(graphs):
+    def has_graph(*launches):
         for _ in range(2):
-            graphs.add(640)
-        return graphs.run(640, 5)
+            for one in launches:
+                launch_graphs.remember(one, 640)
+        return [launch_graphs.launch_graph(one, 640, 5) for one in launches]
 
-    first, second, third = kind(), kind(), kind()
-    assert has_graph(first) and has_graph(second) and not has_graph(third)
-    now[0] += 2 * launch_graphs.IDLE_SECONDS
-    assert has_graph(first) and has_graph(third) and not second.run(640, 5) and fake.destroyed == [2]
-    assert first.run(640, 5) and len(launch_graphs._graphs) == 2
-    now[0] += 2 * launch_graphs.IDLE_SECONDS
+    assert has_graph(first) == [True] and has_graph(second) == [True]
+    assert launch_graphs.launch_graph(first, 640, 5)
+    assert has_graph(third) == [True] and fake.destroyed == [2]  # the second one's
+    assert launch_graphs.launch_graph(first, 640, 5) and not launch_graphs.launch_graph(second, 640, 5)
+    assert has_graph(first, second, third) == [False] * 3 and not any(launch_graphs._graphs.values())
     monkeypatch.setattr(fake, "cuGraphInstantiateWithFlags", lambda *_: 900, raising=False)
-    assert not has_graph(second) and not second.usable
+    assert has_graph(second) == [False]

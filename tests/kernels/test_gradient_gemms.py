@@ -18,7 +18,7 @@ from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.copy_rows import launch_spread_rows
 from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.steps.chunking import chunk_tokens, problem_of
+from flce_ops.triton.steps.chunking import best_chunking, problem_of
 from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit, slices
 
 MiB = 2**20
@@ -123,10 +123,10 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_valid_rows(count):
     e[-(-count // 32) * 32 :] = torch.nan  # nothing is read after the last tile of valid rows
     e[count : -(-count // 32) * 32] = 0.0
     out = torch.full((v, d), torch.nan)
-    gradient = WeightGradient(out, chunks=2, outer=outer)
+    gradient = WeightGradient(out, tokens=2 * n, chunks=2, outer=outer)
     for start in (0, n):
         rows = slice(start, start + n)
-        gradient.add(slice(0, v), e[rows], x[rows], valid_tokens_of(count, n, start), first=start == 0, last=start == n)
+        gradient.add(slice(0, v), e[rows], x[rows], valid_tokens_of(count, n, start))
     exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
     assert error(out, exact) <= 5e-7
 
@@ -190,7 +190,7 @@ def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
     tokens, hidden, vocab = shape
     input, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, vocab))
     with flce_ops.workspace(workspace * MiB):
-        chunking = chunk_tokens(input, weight, [True, True, False])
+        chunking = best_chunking(problem_of(input.shape[0], weight, [True, True, False]))
     places = [0] if chunking.overlay is None else [0, chunking.overlay.rows]
     for chunk in chunking.chunks:
         assert chunk.start == places[-1]
@@ -258,7 +258,7 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
 @pytest.mark.parametrize("tokens, hidden, vocab", [(8192, 896, 151936), (13000, 4096, 32000), (8192, 2304, 256000)])
 def test_a_few_chunks_more_than_fit_are_taken_where_they_take_fewer_steps(tokens, hidden, vocab):
     weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
-    problem = problem_of(tokens, weight, [True, True, False], smoothed=False, sum_pairs=0)
+    problem = problem_of(tokens, weight, [True, True, False])
 
     def steps_of(cuts):
         return sum(problem.steps(c.stop - c.start, problem.product_bytes(cuts[0].stop) // 4) for c in cuts)

@@ -20,8 +20,8 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton.gemm import device
 from flce_ops.triton.rows.valid_tokens import choose_chunking
-from flce_ops.triton.steps import backward, chunking, chunks, forward, one_pass_step, overlay
-from flce_ops.triton.steps.chunking import chunk_tokens
+from flce_ops.triton.steps import backward, chunking, chunks, forward, gradients, one_pass_step, overlay
+from flce_ops.triton.steps.chunking import best_chunking, problem_of
 from flce_ops.triton.steps.overlay import overlay_chunk, slice_tiles
 
 if torch.cuda.is_available():
@@ -48,7 +48,7 @@ def quarter(monkeypatch):
     """Tiles, and what depends on them, are a quarter as wide: the same slices, chunks and places need a sixteenth of
     the room.
     """
-    for module in (backward, chunks, chunking, forward, one_pass_step):
+    for module in (backward, chunks, chunking, forward, gradients):
         monkeypatch.setattr(module, "MULTIPLE", module.MULTIPLE // 4)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, block_n=64))
     for module in (overlay, backward):
@@ -123,7 +123,7 @@ def test_few_valid_tokens_take_one_chunk(more, smoothing, poisoned_memory, monke
     monkeypatch.setattr(one_pass_step, "choose_chunking", choose)
     args = operands(shape, torch.float32, {"bias": True})
     with flce_ops.workspace(WORKSPACE):
-        few = chunk_tokens(args[0], args[1], [True] * 3, smoothed=bool(smoothing)).few
+        few = best_chunking(problem_of(n, args[1], [True] * 3, smoothed=bool(smoothing))).few
         count = 0 if more is None else few + more
         assert 0 < few and count < n
         args[2].copy_(torch.where(torch.randperm(n) < count, args[2].clamp(min=0), -100))
@@ -144,7 +144,7 @@ def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more)
     size, rows = 2, min(tokens, hidden + more)
     with flce_ops.workspace(workspace):
         weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
-        problem = chunking.problem_of(tokens, weight, [True, False, False], smoothed=False, sum_pairs=0)
+        problem = problem_of(tokens, weight, [True, False, False])
         found = overlay_chunk(problem, rows)
     if found is None:
         # at 8192 x 8192 the tokens themselves take 128 MiB
@@ -169,5 +169,5 @@ def test_slices_stay_inside_their_places(workspace, tokens, hidden, vocab, more)
 
 @pytest.mark.parametrize("tokens, hidden, vocab, waits", [(8192, 896, 151936, False), (8192, 4096, 128256, True)])
 def test_a_chunk_no_larger_than_the_ordinary_ones_is_not_worth_it(tokens, hidden, vocab, waits):
-    input, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, vocab))
-    assert (chunk_tokens(input, weight, [True, True, False]).overlay is not None) is waits
+    weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    assert (best_chunking(problem_of(tokens, weight, [True, True, False])).overlay is not None) is waits

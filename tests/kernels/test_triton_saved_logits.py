@@ -80,7 +80,7 @@ def test_quantized_logits_are_right_within_half_a_step(dtype, steps, poisoned_me
     x, w, target, bias, _ = operands((70, 24, 300), dtype, {"bias": True})
     target = target.clamp(min=0)
     *_, retained = launch_forward(x, w, target, bias, retain=70)
-    quantized, tile = quantized_of(retained, 300), tiles_for(x).block_n
+    quantized, tile = quantized_of(retained, 300, x.dtype), tiles_for(x).block_n
     q = quantized.numbers.int() & 0xFFFF
     largest = quantized.largest[:, torch.arange(300) // tile]
     z2 = torch.log2(torch.exp(torch.nn.functional.linear(x.double(), w.double(), bias.double())))

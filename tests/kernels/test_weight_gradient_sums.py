@@ -20,12 +20,12 @@ def summed_over_chunks(e, x, chunks, dtype, valid=None):  # (N, V), (N, D)
     """The sum by WeightGradient, and the exact sum."""
     tokens, valid = e.shape[0], e.shape[0] if valid is None else valid
     out = torch.full((e.shape[1], x.shape[1]), torch.nan, dtype=dtype, device=e.device)
-    gradient = WeightGradient(out, chunks=chunks)
+    gradient = WeightGradient(out, tokens, chunks)
     size = tokens // chunks
     for start in range(0, tokens, size):
         rows = slice(start, start + size)
         here = valid_tokens_of(valid, size, start, e.device)
-        gradient.add(slice(0, e.shape[1]), e[rows], x[rows], here, first=start == 0, last=start + size == tokens)
+        gradient.add(slice(0, e.shape[1]), e[rows], x[rows], here)
     return out, e.double().T @ x.double()
 
 

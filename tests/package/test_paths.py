@@ -212,7 +212,8 @@ def test_explain_says_how_triton_takes_the_tokens(shape, workspace, options, fir
     inputs = make_inputs(shape, dtype=torch.bfloat16)
     with flce_ops.workspace(workspace):
         said = running(explain(flce_ops.linear_cross_entropy, *inputs.args, **options))
-        found = chunking.chunk_tokens(inputs.input, inputs.linear_weight, [True, True, False], smoothed=bool(options))
+        problem = chunking.problem_of(shape[0], inputs.linear_weight, [True, True, False], smoothed=bool(options))
+        found = chunking.best_chunking(problem)
     assert said["the first tokens of a step in Triton"] == first
     assert said["the other tokens of a step in Triton"] == others
     assert (first == "overlay", others == "recompute") == (found.overlay is not None, found.recompute)

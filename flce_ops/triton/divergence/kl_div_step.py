@@ -26,14 +26,13 @@ from ...support.exchange import all_reduce
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.input_gradient import Finish
-from ..gemm.split_k import RANGE_BYTES, float32_memory, products_of_ranges, room_for_products
+from ..gemm.split_k import RANGE_BYTES, float32_memory
 from ..gemm.tile_sums import launch_max_and_sum
 from ..gemm.tma import matrix_of
 from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.valid_tokens import ValidTokens, room_for_rows
-from ..steps.chunks import MULTIPLE, slices
-from ..steps.gradients import Gradients
+from ..steps.gradients import Gradients, write_input_gradient
 from .divergence_rows import Distributions, RowResults, Rows, RowScale
 from .kl_div_chunking import (
     chunk_rows,
@@ -77,7 +76,7 @@ class KlDivStep:
         self.apart = input.new_empty(chunking.chunks[0].stop, hidden) if self.grad_input is None else None
         self.backend, self.weight_gradient = backend_for(input), None
         if grad_weight is not None:
-            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=len(chunking.chunks))
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, self.tokens, len(chunking.chunks))
 
     def run(self) -> list[slice]:
         """Returns the chunks."""
@@ -158,27 +157,24 @@ class KlDivStep:
         if self.bias_sum is not None:
             self.bias_sum += weighted_column_sum(gradient, None, valid_tokens)
         if self.weight_gradient is not None:
-            last = valid_tokens.start + gradient.shape[0] == self.tokens
-            columns = slice(0, self.classes)
-            self.weight_gradient.add(columns, gradient, tokens, valid_tokens, first=valid_tokens.start == 0, last=last)
+            self.weight_gradient.add(slice(0, self.classes), gradient, tokens, valid_tokens)
 
     def write_input(self, gradient: Tensor, chunk: slice, valid_tokens: ValidTokens) -> None:
         """Overwrites the tokens of the chunk with grad_input."""
         if self.grad_input is None:
             return
-        columns = slice(0, self.classes)
-        memory = self.product_memory(chunk)
-        out, linear_weight = self.grad_input[chunk], self.operands.linear_weight
-        by_ranges, products = self.options.batch_invariant, 0
-        if by_ranges:
-            products = products_of_ranges(self.classes)
-            memory = memory if memory.shape[0] >= RANGE_BYTES // 8 else memory.new_empty(RANGE_BYTES // 4)
-        at_once, memory = room_for_products(memory, out, products, MULTIPLE)
-        for rows in slices(out.shape[0], at_once):
-            of_gemm = out[rows], linear_weight, Finish(), valid_tokens.of(rows), [columns], memory
-            product = self.backend.input_gradient(*of_gemm, by_ranges=by_ranges)
-            product.add(columns, gradient[rows])
-            product.close()
+        memory, by_ranges = self.product_memory(chunk), self.options.batch_invariant
+        if by_ranges and memory.shape[0] < RANGE_BYTES // 8:
+            memory = memory.new_empty(RANGE_BYTES // 4)
+        write_input_gradient(
+            self.grad_input[chunk],
+            self.operands.linear_weight,
+            [(slice(0, self.classes), gradient)],
+            Finish(),
+            valid_tokens,
+            memory,
+            by_ranges=by_ranges,
+        )
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32 memory: that of the teacher's logits, of later rows of grad_input, or a new buffer."""

@@ -7,15 +7,7 @@ from torch import Tensor
 
 from ..._ops import ops
 from ...support.vendor import H200, Chip, compiling, made_by_nvidia
-from .tiles import (
-    INPUT_TILES,
-    INTERPRETER,
-    WEIGHT_TILES,
-    LogitsTiles,
-    Tiles,
-    data_centre_chip,
-    tiles_of_architecture,
-)
+from .tiles import AMPERE, HOPPER, INPUT_TILES, INTERPRETER, WEIGHT_TILES, Tiles, data_centre_chip
 from .tma import fits_tma
 
 
@@ -23,10 +15,10 @@ def interpreted(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def tiles_for(input: Tensor) -> LogitsTiles:
+def tiles_for(input: Tensor) -> Tiles:
     if interpreted(input):
         return INTERPRETER
-    return tiles_of_architecture(capability_of(input.device), hidden=input.shape[1])
+    return HOPPER if on_tma_device(input) else AMPERE
 
 
 def tiles_in(table: dict[str, Tiles], matrix: Tensor, hopper: str, takes_maps: bool) -> Tiles:

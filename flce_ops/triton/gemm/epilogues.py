@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rows.valid_tokens import row_distance
-from ..steps.quantized_logits import Quantization, largest_places, quantize
+from ..steps.quantized_logits import QuantizedLogits, largest_places, quantize
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -79,7 +79,7 @@ class ExpSum(NamedTuple):
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
     squares: Tensor | None = None  # (T, n) out, sum_cols E^2
     total: Tensor | None = None  # (T, n) out, sum_cols z
-    quantization: Quantization | None = None  # the epilogue writes its maxima
+    quantized: QuantizedLogits | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
     first_column: int = 0  # the class of column 0
 
@@ -114,11 +114,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)
     store_sum(operands.squares, result * result, partial_offset, row_mask)
-    if operands.quantization is not None:
+    if operands.quantized is not None:
         largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
         largest = tl.where(largest == float("-inf"), 0.0, largest)
-        tl.store(largest_places(operands.quantization, rows, tile), largest, mask=row_mask)
-        result = quantize(z, largest, operands.quantization.steps)
+        tl.store(largest_places(operands.quantized, rows, tile), largest, mask=row_mask)
+        result = quantize(z, largest, operands.quantized.steps)
     return result
 
 

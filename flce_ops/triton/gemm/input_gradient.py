@@ -13,7 +13,7 @@ GEMM's epilogue writes grad_input and needs no such memory.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .device import input_tiles_for, multiprocessors
 from .split_k import splits_of, steps_of_range
-from .tma import descriptors, fits_tma, load_tile, matrix_of, store_tile
+from .tma import kernel_matrices, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
 
@@ -97,10 +97,7 @@ def input_gradient_kernel(
     row_blocks = tl.cdiv(count, BLOCK_M)
     tiles = row_blocks * tl.cdiv(D, BLOCK_N)
     depth = tl.cdiv(v, BLOCK_K)
-    if STEPS > 0:
-        splits = tl.cdiv(depth_of_splits, STEPS)
-    else:
-        splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    splits = splits_of(count, D, depth_of_splits, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
     for item in tl.range(tl.program_id(0), tiles * splits, PROGRAMS):
         split = item // tiles
         tile = item % tiles
@@ -162,10 +159,7 @@ def finish_product_kernel(
 ):
     """Adds the splits and finishes the sum."""
     count = valid_rows(valid_tokens, n)
-    if STEPS > 0:
-        splits = tl.cdiv(depth_of_splits, STEPS)
-    else:
-        splits = splits_of(count, D, depth_of_splits, numbers, PROGRAMS, BLOCK_M, BLOCK_N)
+    splits = splits_of(count, D, depth_of_splits, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     col_mask = cols < D
     end = count
@@ -210,14 +204,9 @@ class InputGradient:
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
         tiles, classes = self.tiles, self.linear_weight[columns]
-        matrices: list[Any] = [matrix_of(exponentials), matrix_of(classes)]
-        assert not tiles.tma or fits_tma(exponentials)
-        if tiles.tma:
-            matrices = descriptors(
-                [exponentials, classes], ([tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n])
-            )
+        blocks = [tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]
         input_gradient_kernel[(self.programs,)](
-            *matrices,
+            *kernel_matrices([exponentials, classes], blocks, tiles.tma),
             self.whole_weight,
             self.product,
             matrix_of(self.out),

@@ -22,8 +22,6 @@ the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -37,8 +35,8 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
-from .tiles import LogitsTiles
-from .tma import block_of_tile, descriptors, fits_tma, load_tile, matrix_of, store_tile
+from .tiles import Tiles
+from .tma import block_of_tile, fits_tma, kernel_matrices, load_tile, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -97,8 +95,8 @@ def logits_gemm_kernel(
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
-    pair_input_ptr,  # (n, r): tensor descriptor with USE_TMA, else a pointer; None without a pair
-    pair_weight_ptr,  # (V, r)
+    pair_input,  # (n, r): likewise; None without a pair
+    pair_weight,  # (V, r)
     guard_ptr,  # () int32, largest row sum of an earlier pass; the kernel runs only if it is too large; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
@@ -112,8 +110,6 @@ def logits_gemm_kernel(
     BLOCK_K: tl.constexpr,  # features
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
@@ -131,7 +127,7 @@ def logits_gemm_kernel(
     tiles = row_blocks * vocab_blocks
     if guard_ptr is not None:
         tiles = tl.where(exceeds(guard_ptr), tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
         row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
         row_start = row_block * BLOCK_M
         col_start = vocab_block * BLOCK_N
@@ -146,7 +142,7 @@ def logits_gemm_kernel(
                 inputs, weights, step = input, linear_weight, k
                 if RANK > 0:
                     if k >= depth:  # selects one of two tensor maps, so that one loop serves both products
-                        inputs, weights, step = pair_input_ptr, pair_weight_ptr, k - depth
+                        inputs, weights, step = pair_input, pair_weight, k - depth
                 a = inputs.load([row_start, step * BLOCK_K])
                 b = weights.load([col_start, step * BLOCK_K])
             else:
@@ -155,7 +151,7 @@ def logits_gemm_kernel(
                 b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
             acc = tl.dot(a, b.T, acc)
         if RANK > 0 and not USE_TMA:
-            acc = add_pair_product(acc, pair_input_ptr, pair_weight_ptr, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
+            acc = add_pair_product(acc, pair_input, pair_weight, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -200,20 +196,18 @@ def launch_logits_gemm(
     guard: Tensor | None = None,  # ()
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
     pair: Pair = NO_PAIR,  # the low-rank pair (steps/low_rank_pair.py) whose product is added
-    tiles: LogitsTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> None:
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
     given = [input, linear_weight, out, pair.input, pair.weight]
-    matrices: list[Any] = [*map(matrix_of, given[:3]), *given[3:]]
     use_tma = tiles.tma and all(map(fits_tma, given))
-    if use_tma:
-        of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
-        of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
-        matrices = descriptors(given, (of_rows, of_classes, of_out, of_rows, of_classes))
+    of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
+    of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
+    matrices = kernel_matrices(given, (of_rows, of_classes, of_out, of_rows, of_classes), use_tma)
     grid_tiles = triton.cdiv(n, tiles.block_m) * triton.cdiv(num_classes, tiles.block_n)
-    programs = tiles.programs_per_sm * multiprocessors(input)
+    programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],
         linear_bias,
@@ -230,8 +224,6 @@ def launch_logits_gemm(
         EVEN_V=num_classes % tiles.block_n == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
-        FLATTEN=tiles.flatten,
-        WARP_SPECIALIZE=tiles.warp_specialize,
         STORED=out is not None,
         STORE_HALVES=tiles.store_halves,
         # MaxSum's result is logits, not a gradient

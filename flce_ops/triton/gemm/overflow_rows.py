@@ -23,7 +23,7 @@ from .class_blocks import LIVE, ClassBlocks, number_of_steps
 from .device import multiprocessors
 from .sum_scales import ROOM, Sum, exponent_of, largest_of_rows, power_of_two
 from .tiles import Tiles
-from .tma import descriptors
+from .tma import kernel_matrices
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -103,7 +103,7 @@ def launch_overflow_rows(
     stride = min(max(multiprocessors(rows) // feature_blocks, 1), triton.cdiv(num_classes, tiles.block_m))
     tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
     overflow_rows_kernel[(feature_blocks * stride,)](
-        *descriptors([exponentials, rows], tile_shapes),
+        *kernel_matrices([exponentials, rows], tile_shapes),
         *total,
         valid_tokens,
         blocks,

@@ -28,16 +28,21 @@ TILE_OVERHEAD = tl.constexpr(8)  # time to fill the pipeline and to store a tile
 
 
 @triton.jit
-def splits_of(count, D, depth, numbers, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def splits_of(
+    count, D, depth, numbers, STEPS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """The number S of splits that takes the fewest main-loop steps, if PROGRAMS tiles run at a time. The float32
-    products of the splits must fit `numbers` numbers.
+    products of the splits must fit `numbers` numbers. With STEPS > 0, the number of ranges of so many steps.
     """
-    tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
-    splits = 1 + tl.arange(0, MOST_SPLITS)
-    waves = (tiles * splits + PROGRAMS - 1) // PROGRAMS
-    steps = waves * ((depth + splits - 1) // splits + TILE_OVERHEAD)
-    fits = (splits == 1) | (splits <= numbers // tl.maximum(count * D, 1))
-    return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
+    if STEPS > 0:
+        return tl.cdiv(depth, STEPS)
+    else:
+        tiles = tl.cdiv(count, BLOCK_M) * tl.cdiv(D, BLOCK_N)
+        splits = 1 + tl.arange(0, MOST_SPLITS)
+        waves = (tiles * splits + PROGRAMS - 1) // PROGRAMS
+        steps = waves * ((depth + splits - 1) // splits + TILE_OVERHEAD)
+        fits = (splits == 1) | (splits <= numbers // tl.maximum(count * D, 1))
+        return 1 + tl.argmin(tl.where(fits, steps, 2147483647), 0)
 
 
 def steps_and_splits(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: Tiles) -> tuple[int, int]:
@@ -63,18 +68,6 @@ def products_of_ranges(num_classes: int) -> int:
 def steps_of_range(tiles: Tiles) -> int:
     """The number of main-loop steps of a range."""
     return RANGE // tiles.block_k
-
-
-def room_for_products(product: Tensor, out: Tensor, products: int, multiple: int) -> tuple[int, Tensor]:
-    """How many rows of `out` can have their float32 products in memory at a time, and that memory: `product`, or a new
-    buffer if `product` is too small. All rows if no product waits.
-    """
-    rows, of_row = out.shape[0], products * out.shape[1]
-    if not of_row:
-        return rows, product
-    if product.shape[0] < multiple * of_row:
-        product = torch.empty(multiple * of_row, dtype=torch.float32, device=product.device)
-    return product.shape[0] // of_row // multiple * multiple, product
 
 
 def float32_memory(tensor: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ class Tiles:
     num_warps: int
     num_stages: int
     group: int = 8  # blocks along M that sweep N together; the input's gradient ignores it
-    tma: bool = True
-    flatten: bool = True
+    tma: bool = True  # tensor maps and a flattened loop over tiles, if the matrices allow it
+    store_halves: bool = False  # of the logits
 
     @property
     def options(self) -> dict[str, Any]:
@@ -35,32 +35,18 @@ class Tiles:
         }
 
 
-@dataclass(frozen=True)
-class LogitsTiles(Tiles):
-    warp_specialize: bool = False
-    programs_per_sm: int = 1
-    store_halves: bool = False
-
-
 # H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS 658 / 643 / 605):
 #   686 / 639 / 572   these tiles
 #   655 / 617 / 587   the same, but each tile stored whole
 #   660 / 625 / 579   four stages (which fit only if the tile is stored in halves)
 #   671 / 636 / 548   warp-specialised, not flattened
 #   508 / 477 / 403   128x128, two programs per multiprocessor
-HOPPER = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
-HOPPER_SHALLOW = LogitsTiles(128, 256, 64, num_warps=8, num_stages=3, group=16)  # D <= 1024
+HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
+# At D = 896 a step took 1.03 of the time with whole tiles (16384x896x151936, quartiles 0.99 and 1.04).
 # With four warps ptxas keeps up to 2 KiB of registers per thread in memory, with eight none in most variants (sm_80,
 # sm_120: python -m benchmarks.kernels.compile_cards). No such card was available, so neither was timed.
-AMPERE = LogitsTiles(128, 128, 32, num_warps=8, num_stages=3, tma=False, flatten=False)
-INTERPRETER = LogitsTiles(32, 128, 32, num_warps=1, num_stages=1, flatten=False, tma=False)
-
-
-def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
-    """`capability` is 90 for sm_90."""
-    if not data_centre_chip(capability):
-        return AMPERE
-    return HOPPER if hidden > 1024 else HOPPER_SHALLOW
+AMPERE = Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False)
+INTERPRETER = Tiles(32, 128, 32, num_warps=1, num_stages=1, tma=False)
 
 
 # H200, TFLOP/s at 2048x4096x128256 / 4096x1536x50257 / 2048x896x151936
@@ -68,7 +54,7 @@ def tiles_of_architecture(capability: int, hidden: int) -> LogitsTiles:
 #               719 / 440 / 346   256x128, one split
 #   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
 #               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
-# The input's gradient has few tiles with long main loops, so its loop over tiles is not flattened.
+# The input's gradient has few tiles with long main loops, so its loop over tiles is never flattened.
 INPUT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4),
     "hopper, columns of 128": Tiles(256, 128, 64, num_warps=8, num_stages=4),
@@ -80,9 +66,9 @@ INPUT_TILES = {
 WEIGHT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=3),
     "hopper, at most 64 columns": Tiles(128, 64, 64, num_warps=4, num_stages=5),
-    "hopper, by pointers": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False, flatten=False),
-    "ampere": Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False, flatten=False),
-    "interpreter": Tiles(64, 64, 32, num_warps=1, num_stages=1, tma=False, flatten=False),
+    "hopper, by pointers": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
+    "ampere": Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False),
+    "interpreter": Tiles(64, 64, 32, num_warps=1, num_stages=1, tma=False),
 }
 
 

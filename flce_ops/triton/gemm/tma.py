@@ -80,10 +80,15 @@ def fits_tma(tensor: Tensor | None) -> bool:
     return unit == 1 and stride >= tensor.shape[1] and aligned
 
 
-def descriptors(matrices: Sequence[Tensor | None], blocks: Sequence[list[int]]) -> list:
-    """Tensor maps of the matrices, each in tiles of the given size."""
+def kernel_matrices(matrices: Sequence[Tensor | None], blocks: Sequence[list[int]], use_tma: bool = True) -> list:
+    """How a GEMM's kernel gets its matrices: as tensor maps, each in tiles of the given size, or to be read by
+    pointers.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    if not use_tma:
+        return list(map(matrix_of, matrices))
+    assert all(map(fits_tma, matrices))
     return [
         None if matrix is None else TensorDescriptor.from_tensor(matrix, block)
         for matrix, block in zip(matrices, blocks)

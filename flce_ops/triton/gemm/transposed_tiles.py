@@ -25,7 +25,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import capability_of, interpreted, multiprocessors
 from .sum_scales import Sum, scaled_products
 from .tiles import Tiles
-from .tma import descriptors
+from .tma import kernel_matrices
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -55,7 +55,6 @@ def transposed_tiles_kernel(
     BLOCK_K: tl.constexpr,  # tokens
     GROUP: tl.constexpr,  # even
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     count = valid_rows(valid_tokens, n)
     depth = tl.cdiv(count, BLOCK_K)
@@ -63,7 +62,7 @@ def transposed_tiles_kernel(
     tiles = class_blocks * WHOLE + tl.cdiv(class_blocks, 2)
     tiles = tl.where((count > 0) & (tl.load(valid_tokens.taken) > first_rows), tiles, 0)
     group_tiles: tl.constexpr = GROUP * WHOLE + GROUP // 2
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         first = (tile // group_tiles) * GROUP
         height = min(class_blocks - first, GROUP)
         place = tile % group_tiles
@@ -134,7 +133,7 @@ def launch_transposed_tiles(
     matrices = [exponentials, rows, rows, exponentials, total.numbers]
     columns = [[tiles.block_k, width] for width in (narrow, wide, narrow, wide)]
     transposed_tiles_kernel[(programs,)](
-        *descriptors(matrices, [*columns, [narrow, narrow]]),
+        *kernel_matrices(matrices, [*columns, [narrow, narrow]]),
         total.exponents,
         total.guard,
         valid_tokens,
@@ -146,6 +145,5 @@ def launch_transposed_tiles(
         WHOLE=hidden // wide,
         GROUP=tiles.group,
         PROGRAMS=programs,
-        FLATTEN=tiles.flatten,
         **tiles.options,
     )

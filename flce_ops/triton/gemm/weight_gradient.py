@@ -32,7 +32,6 @@ float32: 87.9 and 87.4 ms).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -44,27 +43,9 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from .overflow_rows import launch_overflow_rows
-from .sum_scales import (
-    LARGEST_SUM,
-    NO_ROOM,
-    ROOM,
-    Sum,
-    exponent_of,
-    largest_of_rows,
-    power_of_two,
-    scaled_products,
-)
+from .sum_scales import LARGEST_SUM, NO_ROOM, ROOM, Sum, exponent_of, largest_of_rows, power_of_two, scaled_products
 from .tiles import Tiles
-from .tma import (
-    NO_OUTER,
-    Outer,
-    block_of_tile,
-    descriptors,
-    fits_tma,
-    load_tile,
-    matrix_of,
-    outer_product,
-)
+from .tma import NO_OUTER, Outer, block_of_tile, kernel_matrices, load_tile, outer_product
 from .transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
 
 # n tokens of a chunk, D hidden, V vocabulary
@@ -100,7 +81,6 @@ def weight_gradient_kernel(
     BLOCK_K: tl.constexpr,  # tokens
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -124,7 +104,7 @@ def weight_gradient_kernel(
     if FIRST and not LAST:
         if tl.program_id(0) == 0:
             tl.store(guard_ptr, 0)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
         class_block, feature_block = block_of_tile(tile, class_blocks, feature_blocks, GROUP)
         class_start = step_at(blocks, class_block, BLOCK_M) * BLOCK_M
         feature_start = feature_block * BLOCK_N
@@ -152,46 +132,35 @@ def weight_gradient_kernel(
             acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
         elif not FIRST:
             exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
-        elif not LAST:
+            scale = power_of_two(exponent)
+            if not USE_TMA:
+                places = classes.to(tl.int64)[:, None] * stride_out_v + features[None, :]
+                mask = class_mask[:, None] & (features < D)[None, :]
+                acc += scale * tl.load(sum_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        if not (LAST or MEMORY_ADDS):
             exponent = exponent_of(largest_of_rows(acc), SCALE_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= power_of_two(254 - exponent)[:, None]
         # stored in halves: a half staging buffer leaves shared memory for one more stage of the main loop
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
-        left_features = feature_start + tl.arange(0, HALF_N)
-        left_places = classes.to(tl.int64)[:, None] * stride_out_v + left_features[None, :]
-        left_mask = class_mask[:, None] & (left_features < D)[None, :]
-        right_mask = class_mask[:, None] & (left_features < D - HALF_N)[None, :]
-        if not (FIRST or MEMORY_ADDS):
-            scale = power_of_two(exponent)
-            if USE_TMA and LAST:
-                stored_left = stored_ptr.load([class_start, feature_start])
-                stored_right = stored_ptr.load([class_start, feature_start + HALF_N])
-            else:
-                stored_left = tl.load(sum_ptr + left_places, mask=left_mask, other=0.0)
-                stored_right = tl.load(sum_ptr + left_places + HALF_N, mask=right_mask, other=0.0)
-            left += scale * stored_left.to(tl.float32)
-            right += scale * stored_right.to(tl.float32)
-            if not LAST:
-                largest = tl.maximum(largest_of_rows(left), largest_of_rows(right))
-                exponent = exponent_of(largest, SCALE_ROOM)
-                tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
-                inverse = power_of_two(254 - exponent)[:, None]
-                left, right = left * inverse, right * inverse
         for half in tl.static_range(2):
             part = left if half == 0 else right
-            mask = left_mask if half == 0 else right_mask
+            half_start = feature_start + half * HALF_N
+            half_features = half_start + tl.arange(0, HALF_N)
+            places = classes.to(tl.int64)[:, None] * stride_out_v + half_features[None, :]
+            mask = class_mask[:, None] & (half_features < D)[None, :]
             if ADDS:
-                part += tl.load(result_ptr + left_places + half * HALF_N, mask=mask, other=0.0).to(tl.float32)
+                part += tl.load(result_ptr + places, mask=mask, other=0.0).to(tl.float32)
+            elif LAST and not FIRST and USE_TMA:
+                part += scale * stored_ptr.load([class_start, half_start]).to(tl.float32)
             part = part.to(RESULT_TYPE if LAST else SUM_TYPE)
             if MEMORY_ADDS:
                 # each number gets one addend a chunk, so the order of tiles does not matter
-                map_ptr.atomic_add([class_start, feature_start + half * HALF_N], part)
+                map_ptr.atomic_add([class_start, half_start], part)
             elif USE_TMA and not ADDS:
-                map_ptr.store([class_start, feature_start + half * HALF_N], part)
+                map_ptr.store([class_start, half_start], part)
             else:
-                pointer = (result_ptr if LAST else sum_ptr) + left_places + half * HALF_N
-                tl.store(pointer, part, mask=mask)
+                tl.store((result_ptr if LAST else sum_ptr) + places, part, mask=mask)
 
 
 @dataclass(eq=False)
@@ -199,6 +168,7 @@ class WeightGradient:
     """grad_linear_weight of a step of one or several chunks."""
 
     out: Tensor  # (V, D)
+    tokens: int  # of all chunks
     chunks: int  # the most chunks that the tokens take; 1 with `adds`
     adds: bool = False  # the gradient is added to what `out` holds
     outer: Outer = NO_OUTER
@@ -219,11 +189,9 @@ class WeightGradient:
         exponentials: Tensor,  # (n, v)
         rows: Tensor,  # (n, D) c input, with zeros after the valid rows
         valid_tokens: ValidTokens,
-        *,
-        first: bool,
-        last: bool,
     ) -> None:
-        first, last = first or self.adds, last or self.adds
+        first = self.adds or valid_tokens.start == 0
+        last = self.adds or valid_tokens.start + exponentials.shape[0] == self.tokens
         arguments = columns, exponentials, rows, valid_tokens
         if first and not last:
             self.launch(*arguments, first=True, last=True)
@@ -254,20 +222,17 @@ class WeightGradient:
             self.first_rows = n
         of_classes, of_features = self.outer
         outer = None if of_classes is None else of_classes[columns], of_features
-        assert not tiles.tma or fits_tma(exponentials) and fits_tma(rows)
-        matrices: list[Any] = [matrix_of(exponentials), matrix_of(rows), None, None]
-        if tiles.tma:
-            stored = total.numbers
-            of_sum = None if self.adds else out if last else stored, stored if last and not first else None
-            of_rows, half = [tiles.block_k, tiles.block_n], [tiles.block_m, tiles.block_n // 2]
-            tile_shapes = [tiles.block_k, tiles.block_m], of_rows, half, half
-            matrices = descriptors([exponentials, rows, *of_sum], tile_shapes)
+        maps = [None, None]
+        if tiles.tma and not self.adds:
+            maps = [out if last else total.numbers, total.numbers if last and not first else None]
+        half = [tiles.block_m, tiles.block_n // 2]
+        blocks = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n], half, half
         if first and last:
             total = Sum(total.numbers)
         grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
         programs = multiprocessors(rows)
         weight_gradient_kernel[(min(grid_tiles, programs),)](
-            *matrices,
+            *kernel_matrices([exponentials, rows, *maps], blocks, tiles.tma),
             total.numbers,
             out,
             *total[1:],
@@ -287,7 +252,6 @@ class WeightGradient:
             USE_TMA=tiles.tma,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            FLATTEN=tiles.flatten,
             **tiles.options,
         )
 

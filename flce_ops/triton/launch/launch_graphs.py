@@ -7,15 +7,16 @@
 A loop that frees its gradients before the next step gets the same memory in every step, so its addresses repeat. Two
 calls of the same kind can differ only in their addresses (replay.py defines a kind).
 
-A graph takes driver memory, so the number of graphs is limited. A new graph replaces one that was not used for a while.
+A graph takes driver memory, so the last SETS_AT_MOST sets of addresses are remembered. A loop over more sets finds none
+of them again, and makes no graph.
 
 On an H200's host, sixteen launches take 100 to 115 us and their graph 15 us. Making the graph takes 30 to 280 us, once.
 """
 
 import ctypes
 import threading
-import time
 from collections.abc import Hashable
+from contextlib import suppress
 
 import torch
 
@@ -23,16 +24,14 @@ from .driver_launch import Capture, DriverLaunches, bind_context, capture_stream
 
 LAUNCHES_AT_LEAST = 4  # with fewer a graph is no faster
 LAUNCHES_AT_MOST = 96  # with more launches the host is no bottleneck
-ADDRESSES_AT_MOST = 8  # sets of addresses that a kind remembers; a loop with more sets never gets a graph
-GRAPHS_AT_MOST = 32  # over all kinds
-IDLE_SECONDS = 10.0  # after this time a graph makes room for another
+SETS_AT_MOST = 64  # over all kinds
 
 
 class Graph:
     """A CUDA graph of the launches, at the addresses that they have when it is made."""
 
     def __init__(self, launches: DriverLaunches) -> None:
-        self.instance, self.used = ctypes.c_void_p(), time.monotonic()
+        self.instance = ctypes.c_void_p()
         self.destroy = driver().cuGraphExecDestroy
         stream = capture_stream(launches.device).cuda_stream
         with Capture(stream) as capture:
@@ -40,67 +39,45 @@ class Graph:
         instance, no_flags = ctypes.byref(self.instance), ctypes.c_ulonglong(0)
         check(driver().cuGraphInstantiateWithFlags(instance, capture.graph, no_flags))
 
-    def launch(self, stream: int) -> None:
-        self.used = time.monotonic()
-        check(driver().cuGraphLaunch(self.instance, ctypes.c_void_p(stream)))
-
     def __del__(self) -> None:
         if self.instance:
             self.destroy(self.instance)
 
 
-# all graphs: (graph, the dictionary that holds it, its key there)
-_graphs: list[tuple[Graph, dict[Hashable, Graph | None], Hashable]] = []
-_lock = threading.Lock()  # guards `_graphs` and the dictionaries
+# by launches and addresses, None if seen once; the one that was used last stands last
+_graphs: dict[tuple[DriverLaunches, Hashable], Graph | None] = {}
+_lock = threading.Lock()
 
 
-class LaunchGraphs:
-    """The graphs of one kind of call."""
-
-    def __init__(self, launches: DriverLaunches) -> None:
-        self.launches = launches
-        self.known: dict[Hashable, Graph | None] = {}  # by addresses; None: seen once, without a graph
-        self.usable = LAUNCHES_AT_LEAST <= len(launches.launches) <= LAUNCHES_AT_MOST
-
-    def run(self, addresses: Hashable, stream: int) -> bool:
-        """Launches the graph for these addresses. Returns whether there was one."""
-        graph = self.known.get(addresses)
-        if graph is None or torch.cuda.is_current_stream_capturing():
-            return False
-        bind_context(self.launches.device)
-        graph.launch(stream)
-        return True
-
-    def add(self, addresses: Hashable) -> None:
-        """Notes that the launches have run at these addresses, which their cells still hold. Makes a graph the second
-        time.
-        """
-        if not self.usable or torch.cuda.is_current_stream_capturing():
-            return
-        with _lock:
-            if addresses not in self.known:
-                self.known[addresses] = None
-                if len(self.known) > ADDRESSES_AT_MOST:
-                    forget(self.known, next(iter(self.known)))
-            elif self.known[addresses] is None and is_room():
-                try:
-                    self.known[addresses] = graph = Graph(self.launches)
-                    _graphs.append((graph, self.known, addresses))
-                except RuntimeError:  # another thread may be capturing; the launches themselves have run
-                    self.usable = False
-
-
-def is_room() -> bool:
-    """Whether one more graph may be made. Forgets an idle one if necessary."""
-    if len(_graphs) < GRAPHS_AT_MOST:
-        return True
-    graph, known, addresses = min(_graphs, key=lambda made: made[0].used)
-    if time.monotonic() - graph.used < IDLE_SECONDS:
+def launch_graph(launches: DriverLaunches, addresses: Hashable, stream: int) -> bool:
+    """Launches the graph for these addresses. Returns whether there was one."""
+    if torch.cuda.is_current_stream_capturing():
         return False
-    forget(known, addresses)
+    with _lock:
+        graph, key = None, (launches, addresses)
+        if key in _graphs:
+            graph = _graphs[key] = _graphs.pop(key)
+    if graph is None:
+        return False
+    bind_context(launches.device)
+    check(driver().cuGraphLaunch(graph.instance, ctypes.c_void_p(stream)))
     return True
 
 
-def forget(known: dict[Hashable, Graph | None], addresses: Hashable) -> None:
-    graph = known.pop(addresses, None)
-    _graphs[:] = [made for made in _graphs if made[0] is not graph]
+def remember(launches: DriverLaunches, addresses: Hashable) -> None:
+    """Notes that the launches have run at these addresses, which their cells still hold. Makes a graph the second
+    time.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    if not LAUNCHES_AT_LEAST <= len(launches.launches) <= LAUNCHES_AT_MOST:
+        return
+    with _lock:
+        key = launches, addresses
+        graph = _graphs.get(key)
+        if graph is None and key in _graphs:
+            with suppress(RuntimeError):  # another thread may be capturing; the launches themselves have run
+                graph = Graph(launches)
+        _graphs[key] = graph
+        if len(_graphs) > SETS_AT_MOST:
+            del _graphs[next(iter(_graphs))]

@@ -35,7 +35,7 @@ from ...support.vendor import compiling
 from ...support.workspace import get_workspace
 from .ahead import compile_first
 from .driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
-from .launch_graphs import LaunchGraphs
+from .launch_graphs import launch_graph, remember
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
@@ -198,12 +198,12 @@ class Replay:
 
     def __init__(self, recording: Recording, launches: DriverLaunches, result: Any) -> None:
         self.blocks = share_memory([t for t in recording.temporaries if t.first >= 0])
-        places = [(owner, offset, cell) for (owner, offset), cell in recording.cells.items()]
-        self.cells = [(cell, owner, offset) for owner, offset, cell in places if isinstance(owner, int)]
-        self.temporary_cells = [
-            (cell, owner.block, owner.offset + offset) for owner, offset, cell in places if isinstance(owner, Temporary)
-        ]
-        self.launches, self.graphs = launches, LaunchGraphs(launches)
+        self.cells: list[tuple[Cell, int, int]] = []  # the cell, whose address, and the offset
+        for (owner, offset), cell in recording.cells.items():
+            if isinstance(owner, Temporary):  # the addresses of blocks come last
+                owner, offset = owner.block - len(self.blocks), owner.offset + offset
+            self.cells.append((cell, owner, offset))
+        self.launches = launches
         self.result = result
         self.lock = threading.Lock()  # one thread at a time uses the cells
 
@@ -211,16 +211,14 @@ class Replay:
         device = tensors[0].device
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
         stream = current_stream(device.index)
-        addresses, starts = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.data_ptr, memory))
-        if self.graphs.run((addresses, starts), stream):
+        addresses = tuple(map(Tensor.data_ptr, (*tensors, *memory)))
+        if launch_graph(self.launches, addresses, stream):
             return self.result
         with self.lock:
             for cell, index, offset in self.cells:
                 cell.value = addresses[index] + offset
-            for cell, block, offset in self.temporary_cells:
-                cell.value = starts[block] + offset
             self.launches.run(stream)
-            self.graphs.add((addresses, starts))
+            remember(self.launches, addresses)
         return self.result
 
 

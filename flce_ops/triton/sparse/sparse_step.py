@@ -36,7 +36,7 @@ from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.row_statistics import sum_pairs
 from ..rows.valid_tokens import ValidTokens
-from ..steps.chunking import Chunking, chunk_shard, chunking_beside
+from ..steps.chunking import Chunking, chunk_shard, chunk_span
 from ..steps.chunks import MULTIPLE, TOKEN_BYTES, slices
 from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
@@ -153,7 +153,7 @@ def run_spans(
     if shard is not None and shard.rows % TILE:
         room += 1  # a shard may begin inside a tile
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    chunkings = [chunk_span(call, span, room, shard) for span in spans]
+    chunkings = [chunking_of_span(call, span, room, shard) for span in spans]
     chunks = [chunk for chunking in chunkings for chunk in chunking.chunks]
     step = SparseStep(call, valid_tokens, per_token, gradients, room, chunks, shard)
     for span, chunking in zip(spans, chunkings):
@@ -161,14 +161,15 @@ def run_spans(
     return chunks
 
 
-def chunk_span(call: Call, span: slice, room: int, shard: Shard | None) -> Chunking:
+def chunking_of_span(call: Call, span: slice, room: int, shard: Shard | None) -> Chunking:
+    """The chunks of a span, beside its lists."""
     tokens, (input, linear_weight) = span.stop - span.start, call.operands[:2]
-    nbytes = list_bytes(tokens, room)
-    if shard is None:
-        return chunking_beside(nbytes, span, linear_weight, call.output_mask)
-    assert isinstance(call, VocabParallelWithGrad)
-    with reserved(nbytes):
-        chunking = chunk_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+    with reserved(list_bytes(tokens, room)):
+        if shard is None:
+            chunking = chunk_span(tokens, linear_weight, call.output_mask)
+        else:
+            assert isinstance(call, VocabParallelWithGrad)
+            chunking = chunk_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
     return replace(chunking, chunks=[slice(span.start + c.start, span.start + c.stop) for c in chunking.chunks])
 
 

@@ -42,17 +42,10 @@ from ..rows.set_entries import launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunks import (
-    MULTIPLE,
-    contiguous,
-    padded,
-    record_chunks,
-    slices,
-    with_contiguous_vectors,
-)
+from .chunks import MULTIPLE, contiguous, padded, record_chunks, slices, with_contiguous_vectors
 from .gradients import Gradients, finish_gradients, wanted_gradients
 from .one_pass_step import StepTokens
-from .quantized_logits import QuantizedLogits, quantization, quantized_of
+from .quantized_logits import QuantizedLogits, quantized, quantized_of
 from .saved_gradient import launch_saved_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
@@ -64,21 +57,18 @@ SPLIT_NUMBERS = 16 << 20  # the most float32 numbers for products of splits (spl
 @takes(Backward)
 @with_padded_features
 def launch_backward(call: Backward) -> meta.Gradients:
-    outputs = meta.outputs(call)
-    run_over_tokens(call, outputs)
-    return outputs
+    return run_over_tokens(call)
 
 
 @takes(BackwardInPlace)
 def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
-    outputs = meta.outputs(call)
+    outputs = run_over_tokens(call)
     torch.autograd.graph.increment_version(call.main_grad)
-    run_over_tokens(call, outputs)
     return outputs
 
 
-def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
-    input, linear_weight = call.operands[:2]
+def run_over_tokens(call: Backward) -> meta.Gradients:
+    outputs, (input, linear_weight) = meta.outputs(call), call.operands[:2]
     call.operands = with_contiguous_vectors(call.operands)
     call.logits = call.logits.contiguous()
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
@@ -88,6 +78,7 @@ def run_over_tokens(call: Backward, outputs: meta.Gradients) -> None:
     with torch.cuda.device_of(input):
         row_slices = repeated(backward_step, call, outputs)
     record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
+    return outputs
 
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
@@ -124,7 +115,7 @@ def run_backward(
     most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
-        weight_gradient = backend.weight_gradient(grad_weight, chunks=1 if adds else len(row_slices), adds=adds)
+        weight_gradient = backend.weight_gradient(grad_weight, tokens, 1 if adds else len(row_slices), adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
@@ -144,12 +135,12 @@ def run_backward(
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_options=logit_options
         )
-        column, quantized, input_gradient, rounded = at_target.column, None, None, None
+        column, saved, input_gradient, rounded = at_target.column, None, None, None
         if call.batch_invariant and logit_options.softcap is None:  # under a softcap forward saves none
             replaced = at_target.reference_class if call.expected_log_prob is not None else None
             rounded = ExpSum(at_target.reference, None, None, reference_class=replaced)
         if call.retained is not None:
-            quantized = quantized_of(call.retained, num_classes).of(slice(here.start, here.start + n))
+            saved = quantized_of(call.retained, num_classes, input.dtype).of(slice(here.start, here.start + n))
         if grad_input is not None:
             finish = Finish(None, largest, residual)
             operands_of_gemm = grad_input[chunk], linear_weight, finish, here, column_slices, product
@@ -158,14 +149,12 @@ def run_backward(
             width = cols.stop - cols.start
             gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
             own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            launch_logit_gradient(
-                rows, operands, cols, own, quantized, logit_options, here, out=gradient, rounded=rounded
-            )
+            launch_logit_gradient(rows, operands, cols, own, saved, logit_options, here, out=gradient, rounded=rounded)
             launch_set_entries(gradient, column, entry, here, start=cols.start)
             if bias_sum is not None:
                 bias_sum[cols] += weighted_column_sum(gradient, None, here)
             if weight_gradient is not None:
-                weight_gradient.add(cols, gradient, rows, here, first=here.start == 0, last=here.start + n == tokens)
+                weight_gradient.add(cols, gradient, rows, here)
             if input_gradient is not None:
                 input_gradient.add(cols, gradient)
         if input_gradient is not None:
@@ -178,7 +167,7 @@ def launch_logit_gradient(
     operands: Operands,
     cols: slice,
     factors: Gradient,  # of the rows; its class weights are those of `cols`
-    quantized: QuantizedLogits | None,  # saved logits of the first rows; None if there are none
+    saved: QuantizedLogits | None,  # of the first rows; None if there are none
     logit_options: LogitOptions,
     valid_tokens: ValidTokens,
     *,
@@ -187,10 +176,10 @@ def launch_logit_gradient(
 ) -> None:
     """Writes G of rows x classes: from saved logits for the first rows, and by the logits GEMM for the others."""
     linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
-    first_new = 0 if quantized is None else quantized.numbers.shape[0]
+    first_new = 0 if saved is None else saved.numbers.shape[0]
     if first_new:
         given, tile = slice(0, first_new), tiles_for(rows).block_n
-        launch_saved_gradient(quantized, cols, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
+        launch_saved_gradient(saved, cols, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
     if first_new < count:
         others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
         operands_of_gemm, factors = (rows[others], linear_weight, bias), factors.of(others)
@@ -202,21 +191,19 @@ def launch_logit_gradient(
         numbers = out.view(torch.int16) if out.itemsize == 2 else torch.empty_like(out, dtype=torch.int16)
         tile = tiles_for(rows).block_n
         largest = torch.empty(out.shape[0], triton.cdiv(out.shape[1], tile), device=out.device)
-        quantized = QuantizedLogits(numbers, largest)
-        epilogue = rounded_logits(rounded, quantized, others, cols, out.dtype)
+        made = quantized(numbers, largest, out.dtype)
+        epilogue = rounded_logits(rounded, made, others, cols)
         backend_for(rows).logits(*operands_of_gemm, epilogue, logit_options, valid_tokens, out=numbers)
-        launch_saved_gradient(quantized, slice(0, out.shape[1]), factors, valid_tokens, out=out, tile=tile)
+        launch_saved_gradient(made, slice(0, out.shape[1]), factors, valid_tokens, out=out, tile=tile)
 
 
-def rounded_logits(
-    epilogue: ExpSum, quantized: QuantizedLogits, rows: slice, cols: slice, dtype: torch.dtype
-) -> ExpSum:
+def rounded_logits(epilogue: ExpSum, made: QuantizedLogits, rows: slice, cols: slice) -> ExpSum:
     """`epilogue` without its sums, for these rows and classes."""
     own = epilogue.reference_class
     if own is not None:
         own = ReferenceClass(own.column[rows], own.logit[rows])
-    reference, parameters = epilogue.reference_logit[rows], quantization(quantized, dtype)
-    return ExpSum(reference, None, None, quantization=parameters, reference_class=own, first_column=cols.start)
+    reference = epilogue.reference_logit[rows]
+    return ExpSum(reference, None, None, quantized=made, reference_class=own, first_column=cols.start)
 
 
 def gradient_slices(
@@ -251,12 +238,11 @@ def slices_of_ranges(
     """
     products = products_of_ranges(num_classes) if want_input else 0
     row_bytes = padded(num_classes, itemsize) * itemsize + hidden * (4 * products if want_input else itemsize)
-    if rows * row_bytes <= matrix_bytes(rows) or not products:
-        most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-        return slices(rows, min(most, rows)), [slice(0, num_classes)]
-    row_bytes = RANGE * itemsize + 4 * hidden
+    columns = [slice(0, num_classes)]
+    if products and rows * row_bytes > matrix_bytes(rows):
+        row_bytes = RANGE * itemsize + 4 * hidden
+        columns = [slice(start, min(start + RANGE, num_classes)) for start in range(0, num_classes, RANGE)]
     most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-    columns = [slice(start, min(start + RANGE, num_classes)) for start in range(0, num_classes, RANGE)]
     return slices(rows, min(most, rows)), columns
 
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ...support.table import Condition, Path, choose
-from ...support.workspace import get_workspace, reserved
+from ...support.workspace import get_workspace
 from ..gemm.device import input_tiles_for, multiprocessors, weight_tiles_for
 from ..gemm.tiles import WEIGHT_TILES
 from .chunks import MULTIPLE, Problem, padded, product_bytes, slices
@@ -53,28 +53,14 @@ class Chunking:
         return [overlay] * (self.overlay is not None) + [few] * bool(self.few) + [recompute] * self.recompute
 
 
-def chunk_tokens(
-    input: Tensor,
+def problem_of(
+    tokens: int,
     linear_weight: Tensor,
     output_mask: list[bool],
     *,
     smoothed: bool = False,
     sum_pairs: int = 0,
     batch_invariant: bool = False,
-) -> Chunking:
-    problem = problem_of(input.shape[0], linear_weight, output_mask, smoothed=smoothed, sum_pairs=sum_pairs)
-    return best_chunking(invariant(problem) if batch_invariant else problem)
-
-
-def invariant(problem: Problem) -> Problem:
-    """The problem for batch_invariant. No recomputing step and no overlay chunk: their rows of grad_input would have
-    other bits.
-    """
-    return problem._replace(batch_invariant=True, recompute_below=0)
-
-
-def problem_of(
-    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, smoothed: bool, sum_pairs: int
 ) -> Problem:
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape
@@ -88,26 +74,25 @@ def problem_of(
         smoothed,
         sum_pairs,
         get_workspace(),
-        RECOMPUTE_BELOW,
+        # the recomputing step's rows of grad_input, and the overlay chunk's, would have other bits
+        0 if batch_invariant else RECOMPUTE_BELOW,
         multiprocessors(linear_weight),
         input_tiles_for(linear_weight),
         weight_tiles_for(linear_weight),
+        batch_invariant,
     )
 
 
-def chunking_beside(nbytes: int, span: slice, linear_weight: Tensor, output_mask: list[bool]) -> Chunking:
-    """The chunks of a span of tokens, without an overlay chunk, if `nbytes` of the workspace are already in use."""
-    with reserved(nbytes):
-        tokens = span.stop - span.start
-        problem = problem_of(tokens, linear_weight, output_mask, smoothed=False, sum_pairs=0)
-        _, chunks = problem.chunks(0)
-        products = problem.product_bytes(chunks[0].stop)
-    return Chunking(None, [slice(span.start + c.start, span.start + c.stop) for c in chunks], False, products)
+def chunk_span(tokens: int, linear_weight: Tensor, output_mask: list[bool]) -> Chunking:
+    """Ordinary chunks only."""
+    problem = problem_of(tokens, linear_weight, output_mask)
+    _, chunks = problem.chunks(0)
+    return Chunking(None, chunks, False, problem.product_bytes(chunks[0].stop))
 
 
 def chunk_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Chunking:
     """Chunks that are the same on all ranks, because they depend on the size of the largest shard only."""
-    problem = problem_of(input.shape[0], input, output_mask, smoothed=False, sum_pairs=sum_pairs)
+    problem = problem_of(input.shape[0], input, output_mask, sum_pairs=sum_pairs)
     problem = problem._replace(vocab=shard, weight_tiles=WEIGHT_TILES["hopper"])  # the same tiles on every device
     chunks, fitting = slices(problem.tokens, problem.fitting()), problem.fitting()
     products = product_bytes(fitting, chunks[0].stop, shard, problem.hidden, problem.itemsize)

@@ -26,7 +26,7 @@ from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
 from .low_rank_pair import NO_PAIR, Pair
-from .quantized_logits import QuantizedLogits, quantization
+from .quantized_logits import QuantizedLogits
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 
@@ -97,7 +97,7 @@ def launch_exponentials(
         reference_logit,
         class_weight if asked.logit_sum else None,
         partial,
-        quantization=None if quantized is None else quantization(quantized, input.dtype),
+        quantized=quantized,
         reference_class=reference_class,
         **per_tile,
     )
@@ -112,7 +112,7 @@ def launch_exponentials(
                 sums.of(of_tiles, cols),
                 call.logits,
                 valid_tokens,
-                out=out if sums.quantization is None else quantized.numbers,
+                out=out if sums.quantized is None else sums.quantized.numbers,
                 guard=guarded,
                 pair=pair.of(cols),
             )

@@ -164,7 +164,7 @@ def run_forward(
         log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
         mean_logit=mean_logit if call.mean_logit else None,
     )
-    quantized = quantized_of(retained, linear_weight.shape[0])
+    quantized = quantized_of(retained, linear_weight.shape[0], input.dtype)
     chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
     class_weight_sum, all_classes = None, linear_weight.shape[0] if exchange is None else call.num_classes

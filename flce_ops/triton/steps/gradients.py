@@ -1,4 +1,4 @@
-"""Which gradients a step makes, and how they are finished after all chunks."""
+"""Which gradients a step makes, the input's gradient of a chunk, and how gradients are finished after all chunks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,10 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..gemm.backends import backend_for
+from ..gemm.class_blocks import EVERY_BLOCK, ClassBlocks
+from ..gemm.input_gradient import ClassSlices, Finish
+from ..gemm.split_k import products_of_ranges
 from ..rows.copy_rows import launch_spread_rows
 from ..rows.valid_tokens import ValidTokens
+from .chunks import MULTIPLE, slices
 
-# N tokens, D hidden, V vocabulary
+# N tokens, n rows of a chunk, D hidden, V vocabulary
 
 
 class Gradients(NamedTuple):
@@ -27,6 +32,34 @@ def wanted_gradients(grads: Sequence[Tensor], output_mask: list[bool]) -> Gradie
     grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, output_mask))
     bias_sum = None if grad_bias is None else grad_bias.new_zeros(grad_bias.shape, dtype=torch.float32)
     return Gradients(grad_input, grad_weight, bias_sum)
+
+
+def write_input_gradient(
+    out: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    class_slices: ClassSlices,  # of E
+    finish: Finish,
+    valid_tokens: ValidTokens,
+    memory: Tensor,  # flat float32
+    *,
+    blocks: ClassBlocks = EVERY_BLOCK,
+    by_ranges: bool = False,
+) -> None:
+    """grad_input of a chunk. The product of several slices or ranges waits in float32: in `memory`, or in a new buffer
+    if `memory` is too small. If it does not hold the products of all rows, rows are processed in groups.
+    """
+    waiting = products_of_ranges(linear_weight.shape[0]) if by_ranges else int(len(class_slices) > 1)
+    of_row, at_once = waiting * out.shape[1], out.shape[0]
+    if waiting:
+        memory = memory if memory.shape[0] >= MULTIPLE * of_row else memory.new_empty(MULTIPLE * of_row)
+        at_once = memory.shape[0] // of_row // MULTIPLE * MULTIPLE
+    columns, input_gradient = [cols for cols, _ in class_slices], backend_for(out).input_gradient
+    for rows in slices(out.shape[0], at_once):
+        of_rows = finish.of(rows), valid_tokens.of(rows), columns, memory, blocks, by_ranges
+        gradient = input_gradient(out[rows], linear_weight, *of_rows)
+        for cols, exponentials in class_slices:
+            gradient.add(cols, exponentials[rows])
+        gradient.close()
 
 
 def finish_gradients(grads: Sequence[Tensor], gradients: Gradients, valid_tokens: ValidTokens, place: Tensor) -> None:

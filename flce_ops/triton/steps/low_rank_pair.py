@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..gemm.tma import Matrix, load_tile
+from ..gemm.tma import load_tile
 
 # N tokens, n rows of a chunk, V vocabulary, r rank of the pair
 
@@ -52,8 +52,8 @@ def padded_rank(matrix: Tensor) -> Tensor:
 @triton.jit
 def add_pair_product(
     acc,
-    input_ptr,  # (n, r)
-    weight_ptr,  # (V, r)
+    input,  # Matrix, (n, r)
+    weight,  # Matrix, (V, r)
     rows,
     cols,
     row_mask,
@@ -64,8 +64,8 @@ def add_pair_product(
     """Adds h @ B.T to a tile, by pointers."""
     for start in tl.range(0, RANK, BLOCK_R, num_stages=1):  # unrolled, two steps would exceed the shared memory
         ks = start + tl.arange(0, BLOCK_R)
-        h = load_tile(Matrix(input_ptr, RANK), rows, ks, row_mask, ks < RANK)
-        b = load_tile(Matrix(weight_ptr, RANK), cols, ks, col_mask, ks < RANK)
+        h = load_tile(input, rows, ks, row_mask, ks < RANK)
+        b = load_tile(weight, cols, ks, col_mask, ks < RANK)
         acc = tl.dot(h, b.T, acc)
     return acc
 

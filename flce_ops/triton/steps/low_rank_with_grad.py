@@ -104,7 +104,7 @@ def low_rank_step(
     want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
     reduction, num_classes = call.reduction, linear_weight.shape[0]
     mask = [want_input, False, want_bias]
-    problem = problem_of(input.shape[0], linear_weight, mask, smoothed=False, sum_pairs=0)
+    problem = problem_of(input.shape[0], linear_weight, mask)
     chunking = best_chunking(problem._replace(recompute_below=0))  # never recomputes: backward's kernels take no pair
     valid_tokens, place = compact_tokens(target, call.ignore_index, num_classes, in_range)
     objective = CrossEntropy(call.loss, None, target_weight, num_classes)

@@ -25,7 +25,7 @@ from ...objectives.row import RowObjective
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import ClassSlices, Finish
-from ..gemm.split_k import float32_memory, products_of_ranges, room_for_products
+from ..gemm.split_k import float32_memory
 from ..gemm.tma import NO_OUTER
 from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
@@ -38,9 +38,9 @@ from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
 from ..rows.valid_tokens import ValidTokens, choose_chunking
 from .chunking import Chunking
-from .chunks import MULTIPLE, padded, slices
+from .chunks import padded
 from .exponentials import RowSums, launch_exponentials
-from .gradients import Gradients
+from .gradients import Gradients, write_input_gradient
 from .low_rank_pair import NO_PAIR
 from .overlay import Overlay, places, scratch_of
 
@@ -83,7 +83,9 @@ class OnePassStep:
         chunking = self.chunking
         if grad_weight is not None and not (chunking.recompute and chunking.overlay is None):  # else backward's
             outer = NO_OUTER if self.smoothing is None else self.smoothing.weight_terms()
-            self.weight_gradient = self.backend.weight_gradient(grad_weight, chunks=chunking.most_chunks, outer=outer)
+            self.weight_gradient = self.backend.weight_gradient(
+                grad_weight, self.tokens, chunking.most_chunks, outer=outer
+            )
 
     def run(self, recompute: Recompute) -> list[slice]:
         """Runs the overlay chunk, then the other chunks or `recompute`. Returns the ranges of rows."""
@@ -107,7 +109,7 @@ class OnePassStep:
         only = copy.copy(self)
         only.tokens, only.valid_tokens = self.chunking.few, few
         gradient = self.weight_gradient
-        only.weight_gradient = self.backend.weight_gradient(gradient.out, chunks=1, outer=gradient.outer)
+        only.weight_gradient = self.backend.weight_gradient(gradient.out, only.tokens, 1, outer=gradient.outer)
         only.run_chunks([slice(0, self.chunking.few)])
 
     def run_chunks(self, chunks: list[slice]) -> None:
@@ -198,13 +200,11 @@ class OnePassStep:
         """grad_linear_weight += E'.T @ (c rows). Overwrites the rows with c rows."""
         if self.weight_gradient is None:
             return
-        start, count = tokens.valid_tokens.start, self.tokens
-        last = start + rows.shape[0] == count
-        few = count <= TOKENS_AT_MOST and start == 0 and last and len(class_slices) == 1
+        few = rows.shape[0] == self.tokens <= TOKENS_AT_MOST and len(class_slices) == 1
         rest = rows.new_empty(rows.shape) if few else None
         launch_copy_rows(rows, rows, tokens.valid_tokens, factor=finished.weight_factor, rest=rest)
         for cols, exponentials in class_slices:
-            self.weight_gradient.add(cols, exponentials, rows, tokens.valid_tokens, first=start == 0, last=last)
+            self.weight_gradient.add(cols, exponentials, rows, tokens.valid_tokens)
         if few:
             ((_, exponentials),) = class_slices
             gradient = self.weight_gradient
@@ -220,28 +220,16 @@ class OnePassStep:
             return
         outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
-        out, columns = self.grad_input[chunk], [cols for cols, _ in class_slices]
-        products = int(len(class_slices) > 1)
-        if self.by_ranges:
-            products = products_of_ranges(self.operands.linear_weight.shape[0])
-        # The product of several slices or ranges waits in float32. If there is not enough memory for all rows, they are
-        # processed in groups.
-        at_once, product = room_for_products(product, out, products, MULTIPLE)
-        for rows in slices(out.shape[0], at_once):
-            valid_tokens = tokens.valid_tokens.of(rows)
-            gradient = self.backend.input_gradient(
-                out[rows],
-                self.operands.linear_weight,
-                finish.of(rows),
-                valid_tokens,
-                columns,
-                product,
-                self.input_blocks,
-                by_ranges=self.by_ranges,
-            )
-            for cols, exponentials in class_slices:
-                gradient.add(cols, exponentials[rows])
-            gradient.close()
+        write_input_gradient(
+            self.grad_input[chunk],
+            self.operands.linear_weight,
+            class_slices,
+            finish,
+            tokens.valid_tokens,
+            product,
+            blocks=self.input_blocks,
+            by_ranges=self.by_ranges,
+        )
 
     def product_memory(self, chunk: slice) -> Tensor:
         """Flat float32 memory: rows of grad_input of later chunks, which are not written yet, or a new buffer."""

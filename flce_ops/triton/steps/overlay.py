@@ -14,6 +14,7 @@ of the one before: up to D tokens and those of an ordinary chunk. The memory of 
 sums per tile, then for the float32 product with linear_weight.
 """
 
+from bisect import bisect
 from dataclasses import dataclass
 
 import triton
@@ -55,13 +56,8 @@ def overlay_chunk(problem: Problem, rows: int) -> Overlay | None:
     count = len(slice_tiles(tiles, first, rows, hidden))
     if not count:
         return None
-    at_least = 1
-    while at_least < first:  # finds the smallest first slice that needs no more slices: all have similar sizes then
-        middle = (at_least + first) // 2
-        if len(slice_tiles(tiles, middle, rows, hidden)) == count:
-            first = middle
-        else:
-            at_least = middle + 1
+    # the smallest first slice that needs no more slices: all have similar sizes then
+    first = bisect(range(first), False, key=lambda size: len(slice_tiles(tiles, size, rows, hidden)) == count)
     sizes = slice_tiles(tiles, first, rows, hidden)
     if sizes[-1] * BLOCK_V < rows - hidden:  # too little scratch for the float32 product
         return None

@@ -33,31 +33,26 @@ ROUND = tl.constexpr(2.0**23)  # a float32 of this size has no fraction, so its 
 
 
 class QuantizedLogits(NamedTuple):
+    """Passed to kernels as one argument."""
+
     numbers: Tensor  # (n, V) int16, read as unsigned q
     largest: Tensor  # (n, T) float32, m, base 2
-
-    def of(self, rows: slice) -> "QuantizedLogits":
-        return QuantizedLogits(self.numbers[rows], self.largest[rows])
-
-
-class Quantization(NamedTuple):
-    """The parameters of the format, as kernels need them."""
-
-    largest: Tensor  # (n, T)
     stride: int  # distance between the rows of `largest`
     steps: int
 
-
-def quantized_of(retained: Tensor, num_classes: int) -> QuantizedLogits:
-    """A view of memory that flce_ops/meta allocates: (n, columns) int16, numbers and then maxima."""
-    return QuantizedLogits(
-        retained[:, :num_classes], retained.view(torch.float32)[:, triton.cdiv(num_classes, 8) * 4 :]
-    )
+    def of(self, rows: slice) -> "QuantizedLogits":
+        return self._replace(numbers=self.numbers[rows], largest=self.largest[rows])
 
 
-def quantization(quantized: QuantizedLogits, dtype: torch.dtype) -> Quantization:
+def quantized(numbers: Tensor, largest: Tensor, dtype: torch.dtype) -> QuantizedLogits:
     """`dtype` is the dtype of the operands."""
-    return Quantization(quantized.largest, quantized.largest.stride(0), 2048 if dtype == torch.float16 else 1024)
+    return QuantizedLogits(numbers, largest, largest.stride(0), 2048 if dtype == torch.float16 else 1024)
+
+
+def quantized_of(retained: Tensor, num_classes: int, dtype: torch.dtype) -> QuantizedLogits:
+    """A view of memory that flce_ops/meta allocates: (n, columns) int16, numbers and then maxima."""
+    largest = retained.view(torch.float32)[:, triton.cdiv(num_classes, 8) * 4 :]
+    return quantized(retained[:, :num_classes], largest, dtype)
 
 
 @Kernel
@@ -94,8 +89,8 @@ def clear_unused(retained: Tensor, num_classes: int, tile: int, valid_tokens: Va
 
 
 @triton.jit
-def largest_places(quantization, rows, tile):
-    return quantization.largest + rows.to(tl.int64) * quantization.stride + tile
+def largest_places(quantized, rows, tile):
+    return quantized.largest + rows.to(tl.int64) * quantized.stride + tile
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunking import Chunking, chunk_shard, chunk_tokens
+from .chunking import Chunking, best_chunking, chunk_shard, problem_of
 from .chunks import contiguous, record_chunks, with_contiguous_vectors
 from .gradients import finish_gradients, wanted_gradients
 from .one_pass_step import OnePassStep, StepTokens
@@ -48,9 +48,7 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
     call.operands, call.logits = with_contiguous_vectors(call.operands), call.logits.contiguous()
     if call.reduction.row_scale is not None:
         call.reduction = Reduction(call.reduction.row_scale.contiguous())
-    with torch.cuda.device_of(outputs[0]):
-        launch_step(call, objective_of(call), outputs, call)
-    return outputs
+    return launch_step(call, objective_of(call), outputs, call)
 
 
 @takes(PolicyWithGrad)
@@ -62,9 +60,7 @@ def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     reduction = Reduction(row_scale, call.reduction.denominator)
     of_tokens = WithGrad.like(call, operands=operands, reduction=reduction, logits=call.logits.contiguous())
     objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
-    with torch.cuda.device_of(outputs[0]):
-        launch_step(of_tokens, objective, outputs, call)
-    return outputs
+    return launch_step(of_tokens, objective, outputs, call)
 
 
 def objective_of(call: WithGrad) -> CrossEntropy:
@@ -81,14 +77,17 @@ def launch_step(
     objective: RowObjective,
     outputs: tuple[Tensor, ...],  # loss, losses, the gradients, then statistics or log-probabilities
     recorded: WithGrad | RowLossWithGrad,  # the call that last_path() names
-) -> None:
-    weight = call.operands.weight
-    # a copy: replay.py repeats no step whose arguments share memory
-    class_weight = None if weight is None else weight.to(torch.float32, copy=True)
-    in_range = call.operands.target.new_empty((), dtype=torch.bool)
-    chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *outputs))
-    assert_in_range(in_range, call.operands.target, call.operands.num_classes, call.ignore_index)
-    record_chunks(recorded, call.operands.linear_weight, chunks, *notes)
+) -> tuple[Tensor, ...]:
+    """Runs the step and returns its outputs."""
+    _, linear_weight, target, _, weight = call.operands
+    with torch.cuda.device_of(linear_weight):
+        # a copy: replay.py repeats no step whose arguments share memory
+        class_weight = None if weight is None else weight.to(torch.float32, copy=True)
+        in_range = target.new_empty((), dtype=torch.bool)
+        chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *outputs))
+        assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
+    record_chunks(recorded, linear_weight, chunks, *notes)
+    return outputs
 
 
 def one_pass_step(
@@ -105,8 +104,8 @@ def one_pass_step(
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
     input, linear_weight, target, _, _ = call.operands
-    chunking = chunk_tokens(
-        input,
+    problem = problem_of(
+        input.shape[0],
         linear_weight,
         call.output_mask,
         smoothed=objective.d_sum is not None,
@@ -115,6 +114,7 @@ def one_pass_step(
     )
     valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
+    chunking = best_chunking(problem)
     return step_over_tokens(call, per_token, class_weight, valid_tokens, place, (loss, *grads), chunking, None)
 
 
