@@ -26,26 +26,20 @@ from torch import Tensor
 
 from ._ops import ops
 from .aten import chunks
-from .aten.logits import (
-    activate,
-    activate_with_slope,
-    add_sum,
-    apply_slope,
+from .aten.logits import activate, activate_with_slope, add_sum, apply_slope, softmax_factors, softmax_gradient, upcast
+from .aten.row_statistics import (
     exponentiate,
     log_sum_of_squares,
     row_moments,
-    softmax_factors,
-    softmax_gradient,
     subtract_maximum,
     sum_from_lse,
-    upcast,
     weighted_logits,
 )
 from .aten.valid_tokens import check_target_range
 from .entry import BODIES
-from .math.options import TokenStatistics
-from .math.precision import accumulation_dtype, two_sum
+from .math.options import TokenStatistics, accumulation_dtype
 from .math.shards import target_columns
+from .math.statistics import two_sum
 from .math.topk import tokens_that_count
 from .meta.arguments import (
     ROW_LOSSES,
@@ -59,7 +53,7 @@ from .meta.arguments import (
 )
 from .meta.call import takes
 from .meta.outputs import Gradients, Outputs
-from .ops.grad_output import multiply
+from .ops.made_in_forward import multiply
 from .ops.with_grad_autograd import concatenated, of_pair, recomputed_step
 from .support.holes import refuse_hole
 from .support.torch_private import functional

@@ -5,9 +5,8 @@ with_grad.py                           gradients made in forward: any row object
     valid_tokens.py                    which rows kernels get: without ignored tokens, or with zeros for them
     logits.py                          logits of a chunk, their softmax, the terms of the gradient
     chunks.py, gradients.py            how rows are divided; the gradient GEMMs and their sums over chunks
-    sparse_gradients.py                the entries of a sparse gradient, as a dense matrix
-    row_statistics.py                  exponentials of a chunk, and statistics on request
-    class_blocks.py                    sums over classes in a fixed order, on one rank and on shards: batch_invariant
+    row_statistics.py                  exponentials of a chunk, sums over its classes, statistics on request; in a fixed
+                                       order, on one rank and on shards: batch_invariant
 cross_entropy.py                       given logits, without a GEMM
 support.py                             logits of a support's classes, without a GEMM
 low_rank.py                            with_grad for a frozen head with a low-rank pair

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ..math.shards import target_columns
 from ..meta.arguments import DoubleBackward
-from .logits import add_target_and_sum, apply_slope, at_columns, weighted_logits
+from .logits import add_target_and_sum, apply_slope, at_columns
+from .row_statistics import weighted_logits
 from .second_order import SecondOrder, slope_derivative
 from .valid_tokens import kernel_of
 

@@ -29,8 +29,7 @@ from .function import (
     wanted,
     where_wanted,
 )
-from .paths import choice_of
-from .saved_logits import saved_rows
+from .paths import choice_of, saved_rows
 
 # N tokens, D hidden, V vocabulary
 
