@@ -112,7 +112,7 @@ def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
     )  # the graph of a compiled program keeps this
     numbers = NumbersOfSlices.apply(input, linear_bias, rest, head, slices)
-    return whole_rows(problem, asked, names, numbers, slices)
+    return whole_rows(problem, problem.valid, names, numbers, slices)
 
 
 class NumbersOfSlices(torch.autograd.Function):

@@ -28,6 +28,7 @@ All ranks must use the same chunks. Chunks depend on the largest shard, ceil(V /
 must therefore be the same on all ranks.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,24 +84,24 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     else:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
     numbers, shards = layout.gather_shards(shard.stacked()), layout.vocabulary_shards(num_classes)
-    return whole_rows(problem, asked, list(shard.others), numbers, shards)
+    return whole_rows(problem, problem.valid, list(shard.others), numbers, shards)
 
 
 def whole_rows(
-    problem: TokenLosses,
-    asked: dict[str, bool],
+    call: TokenLosses | Forward,
+    valid: Tensor,  # (N,)
     names: list[str],  # of ShardRows.others
     shards: Tensor,  # (R, k, N), for each shard the result of ShardRows.stacked
     classes: list[slice],  # of each shard
 ) -> Rows:
-    target = problem.operands.target
-    topk, valid = shards.shape[1] - 2 - len(names), problem.valid
+    target = call.operands.target
+    topk = shards.shape[1] - 2 - len(names)
     others = dict(zip(names, shards[:, 2 + topk :].unbind(1), strict=True))  # (R, N) each
     lse, lse_rest, log_share = log_shares(shards[:, 0], shards[:, 1].detach())
     target_logit = shards[:, 2 : 2 + topk].sum(0).T.reshape(target.shape)
     logit_sum = None
-    if asked["logit_sum"]:
-        class_weights = class_weights_of_shards(problem.operands.weight, classes, lse)
+    if "logit_sum" in others:
+        class_weights = class_weights_of_shards(call.operands.weight, classes, lse)
         logit_sum = logit_sum_of_shards(others["logit_sum"], log_share, class_weights)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
@@ -115,7 +116,7 @@ def whole_rows(
     if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
         whole["argmax"] = torch.where(valid, largest, -1)
-    if problem.statistics.lse:
+    if isinstance(call, Forward) or call.statistics.lse:
         lse = torch.where(valid, lse, 0.0)
     return Rows(target_logit, lse, logit_sum, lse_rest, **whole)
 
@@ -142,7 +143,19 @@ def rows_of_shard(
         results = Forward.like(problem, **own).dispatched()
     else:
         results = forward_of_support(problem, problem.support, num_classes, **own)
-    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, _ = results
+    rows = shard_rows(results, asked, classes.start)
+    if empty:
+        lse, nothing = 0.0 * finite_in_empty_rows(rows.lse, rows.lse) - torch.inf, torch.zeros_like(rows.lse)
+        others = dict.fromkeys(rows.others, nothing)
+        if asked["argmax"]:
+            others |= {"argmax": rows.others["argmax"], "max_logit": torch.full_like(lse, -torch.inf)}
+        rows = ShardRows(lse, nothing, rows.target_logit, others)
+    return rows
+
+
+def shard_rows(results: Sequence[Tensor], asked: dict[str, bool], start: int) -> ShardRows:
+    """From the results of a forward operator for the classes from `start` on."""
+    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, *_ = results
     numbers = {
         "logit_sum": logit_sum,
         "expected_log_prob": expected,
@@ -151,16 +164,13 @@ def rows_of_shard(
         "mean_logit": mean_logit,
     }
     others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
-    if empty:
-        lse, max_logit = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.full_like(lse, -torch.inf)
-        others = dict.fromkeys(others, torch.zeros_like(lse))
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:
             others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
-        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
+        others["argmax"] = (argmax + start).to(lse.dtype)  # float32 counts exactly up to 2^24
         others["max_logit"] = max_logit
-    return ShardRows(lse, torch.zeros_like(lse_rest) if empty else lse_rest, target_logit, others)
+    return ShardRows(lse, lse_rest, target_logit, others)
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
