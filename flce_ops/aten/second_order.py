@@ -123,9 +123,9 @@ def stream_rows(
         add_target_and_sum(d, column[rows], cotangents.of(rows), weight)
         if call.logits.softcap is not None:
             grad_dot += d * u_dot * slope_derivative(z, slope, options)
-        if linear_bias is not None:
-            bias_sum += grad_dot.sum(0)
         rounded, gradient = grad_dot.to(x.dtype), apply_slope(d, slope).to(x.dtype)
+        if linear_bias is not None:
+            bias_sum += (rounded if change is None else grad_dot).sum(0)
         out[0][rows] = rounded @ linear_weight
         weight_sum += rounded.T @ x
         if along_weight is not None:
