@@ -13,7 +13,8 @@ over them. A while_loop over tokens would also bound the memory for any N, but f
                                                  lse_b = logsumexp z                          (N,)
        lse = logsumexp_b lse_b
 
-Each block runs the functions of the kernels (aten/logits.py), made functional. Nothing reads data on the host. The
+Each block runs the functions of the kernels (aten/logits.py), made functional. The numbers of the blocks are combined
+as those of ranks that share a vocabulary (distributed/vocab_parallel.py). Nothing reads data on the host. The
 graph uses only operators that runtimes for exported programs have: matrix products, comparisons, reductions. Gradients
 take a second pass over the blocks.
 """
@@ -26,26 +27,14 @@ from torch import Tensor
 
 from ._ops import ops
 from .aten import chunks
-from .aten.logits import (
-    activate,
-    activate_with_slope,
-    add_sum,
-    apply_slope,
-    exponentiate,
-    log_sum_of_squares,
-    row_moments,
-    softmax_factors,
-    softmax_gradient,
-    subtract_maximum,
-    sum_from_lse,
-    upcast,
-    weighted_logits,
-)
+from .aten.logits import activate, activate_with_slope, add_sum, apply_slope, softmax_factors, softmax_gradient, upcast
+from .aten.row_statistics import ALL_AT_ONCE, reduce_rows
 from .aten.valid_tokens import check_target_range
+from .distributed.vocab_parallel import shard_rows, whole_rows
 from .entry import BODIES
-from .math.options import TokenStatistics
-from .math.precision import accumulation_dtype, two_sum
+from .math.options import Statistics, TokenStatistics, accumulation_dtype
 from .math.shards import target_columns
+from .math.statistics import two_sum
 from .math.topk import tokens_that_count
 from .meta.arguments import (
     ROW_LOSSES,
@@ -59,7 +48,7 @@ from .meta.arguments import (
 )
 from .meta.call import takes
 from .meta.outputs import Gradients, Outputs
-from .ops.grad_output import multiply
+from .ops.made_in_forward import multiply
 from .ops.with_grad_autograd import concatenated, of_pair, recomputed_step
 from .support.holes import refuse_hole
 from .support.torch_private import functional
@@ -69,6 +58,7 @@ from .support.torch_private import functional
 # AOTInductor, one CPU core, 2048x256x65659, whose logits take 513 MiB: 68 MiB and 0.87 s with blocks of 8192; 131 MiB
 # and 0.91 s with 16384. Compiling takes 10.5 s and 9.2 s.
 CLASSES_PER_BLOCK = 8192
+NUMBERS = ("logit_sum", "expected_log_prob", "argmax", "log_sum_sq_probs", "mean_logit")
 
 
 def export_decompositions() -> dict[torch._ops.OpOverload, Callable]:
@@ -137,62 +127,34 @@ def forward(call: Forward) -> Outputs:
     input = zeroed_where_ignored(input, valid)
     dtype = accumulation_dtype(input.dtype)
     weight, options = upcast(weight, dtype), call.logits.of(slice(None))
-    target_logit = total = torch.zeros_like(target, dtype=dtype)
-    max_of, sum_of, moment_of, squares_of, largest_of, argmax_of = [], [], [], [], [], []  # one entry for each block
-    logit_sum_of, weight_of = [], []
-    for classes in class_blocks(linear_weight):
+    asked = {name: getattr(call, name) for name in NUMBERS}
+    statistics = Statistics(call.argmax, False, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
+    blocks, shards = list(class_blocks(linear_weight)), []
+    for classes in blocks:
         logits = activate(product(input, linear_weight[classes].T, block_of(linear_bias, classes)), options)
-        target_logit = target_logit + logits_at_target(column, classes, logits, target_logit)
-        if call.mean_logit:
-            total = total + logits.sum(1)
-        if call.argmax:
-            largest, argmax = logits.max(1)
-            largest_of.append(largest)
-            argmax_of.append(argmax + classes.start)
-        row_max = subtract_maximum(logits)
-        if call.logit_sum:
-            logit_sum_of.append(weighted_logits(logits, block_of(weight, classes)))
-            weight_of.append(classes.stop - classes.start if weight is None else weight[classes].sum())
-        if call.expected_log_prob:
-            row_sum, first_moment = row_moments(logits)
-            moment_of.append(first_moment)
-        else:
-            row_sum = exponentiate(logits)
-        if call.log_sum_sq_probs:
-            squares_of.append(log_sum_of_squares(logits, row_sum))
-        max_of.append(row_max)
-        sum_of.append(row_sum)
-    max_of_blocks, sum_of_blocks = torch.stack(max_of, 1), torch.stack(sum_of, 1)
-    row_max = max_of_blocks.amax(1)
-    distance = max_of_blocks - row_max.unsqueeze(1)
-    row_sum = (distance.exp() * sum_of_blocks).sum(1)
-    log_sum = row_sum.log()
-    lse, lse_rest = two_sum(row_max, log_sum)
-    sums = lse.new_zeros(0)
-    if call.logit_sum:
-        parts = zip(logit_sum_of, weight_of, distance.unbind(1), strict=True)
-        sums = torch.stack([part + weight_sum * offset for part, weight_sum, offset in parts]).sum(0)
-        sums = torch.where(valid, sum_from_lse(sums, log_sum, sum(weight_of)), 0.0)
-    expected = max_logit = squares = mean_logit = lse.new_zeros(0)
-    argmax = target.new_zeros(0, dtype=torch.int64)
-    if call.expected_log_prob:
-        first_moment = distance.exp() * (torch.stack(moment_of, 1) + distance * sum_of_blocks)
-        expected = torch.where(valid, first_moment.sum(1) / row_sum - row_sum.log(), 0.0)
-    if call.log_sum_sq_probs:
-        share = distance.exp() * sum_of_blocks / row_sum.unsqueeze(1)
-        squares = torch.where(valid, (share.square() * torch.stack(squares_of, 1).exp()).sum(1).log(), 0.0)
-    if call.mean_logit:
-        mean_logit = torch.where(valid, total / call.num_classes, 0.0)
+        target_logit, of_block = logits_at_target(column, classes, logits, target), block_of(weight, classes)
+        weight_sum = ALL_AT_ONCE.weight_sum(of_block, logits.shape[1]) if call.logit_sum else None
+        found = reduce_rows(logits, statistics, call.num_classes, of_block, weight_sum)
+        lse, lse_rest = two_sum(found.row_max, found.log_sum)
+        expected = found.moment - found.log_sum if call.expected_log_prob else None
+        largest = found.max_logit, found.argmax
+        others = expected, *largest, found.log_sum_sq_probs, found.mean_logit, lse_rest
+        shards.append(shard_rows((target_logit, lse, found.logit_sum, *others), asked, classes.start))
+    rows = whole_rows(call, valid, list(shards[0].others), torch.stack([shard.stacked() for shard in shards]), blocks)
+    nothing, max_logit = rows.lse.new_zeros(0), None
     if call.argmax:
-        max_logit, block = torch.stack(largest_of, 1).max(1)
-        argmax = torch.stack(argmax_of, 1).gather(1, block.unsqueeze(1)).squeeze(1)
-        max_logit, argmax = torch.where(valid, max_logit, 0.0), torch.where(valid, argmax, -1)
-    target_logit = torch.where(hit, target_logit, 0.0)
-    lse, lse_rest = torch.where(valid, lse, 0.0), torch.where(valid, lse_rest, 0.0)
-    retained = target.new_zeros(
-        call.retain, call.operands.saved_columns, dtype=torch.int16
-    )  # backward below does not read it
-    return target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained
+        max_logit = torch.where(valid, torch.stack([shard.others["max_logit"] for shard in shards]).amax(0), 0.0)
+    logit_sum = torch.where(valid, rows.logit_sum, 0.0) if call.logit_sum else None
+    argmax = rows.argmax if call.argmax else target.new_zeros(0, dtype=torch.int64)
+    others = (logit_sum, rows.expected_log_prob, max_logit, argmax, rows.log_sum_sq_probs, rows.mean_logit)
+    return (
+        torch.where(hit, rows.target_logit, 0.0),
+        rows.lse,
+        *(nothing if number is None else number for number in others),
+        torch.where(valid, rows.lse_rest, 0.0),
+        # backward below does not read it
+        target.new_zeros(call.retain, call.operands.saved_columns, dtype=torch.int16),
+    )
 
 
 def zeroed_where_ignored(input: Tensor, valid: Tensor) -> Tensor:  # (N, D)

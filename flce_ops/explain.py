@@ -34,9 +34,8 @@ from .ops.call_facts import (
     pair_facts,
     sharding_of,
 )
-from .ops.paths import KERNELS, LOSS, SAVE_LOGITS
-from .ops.saved_logits import rows_to_save
-from .support.dtensor import any_dtensor
+from .ops.paths import KERNELS, LOSS, SAVE_LOGITS, rows_to_save
+from .support.rank_check import any_dtensor
 from .support.table import Path, choose
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .entry.argument_types import refuse_misnamed, typed
 from .entry.arguments import (
     ReductionName,
     check_ignore_index,
@@ -18,9 +17,9 @@ from .entry.arguments import (
 )
 from .functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from .functional.keywords import ForwardKeywords, HeadKeywords
+from .functional.public import refuse_misnamed, typed
 from .math.sparse_gradient import Mode, Operand, SparseGradient
-from .meta.checks import check_per_class
-from .meta.sparse_checks import check_sparse_options
+from .meta.checks import check_per_class, check_sparse_options
 
 # D in_features, V classes
 

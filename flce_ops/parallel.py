@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .entry.argument_types import typed
 from .functional import LinearCrossEntropyMetrics
+from .functional.public import typed
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary

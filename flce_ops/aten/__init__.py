@@ -1,22 +1,21 @@
 """The inner operators in plain ATen, one chunk of rows at a time, for every device and dtype that Triton does not take.
 
-forward.py, backward.py, double_backward.py, kl_div.py    one operator each
+forward.py, backward.py, kl_div.py     one operator each
 with_grad.py                           gradients made in forward: any row objective, also over a shared vocabulary
     valid_tokens.py                    which rows kernels get: without ignored tokens, or with zeros for them
     logits.py                          logits of a chunk, their softmax, the terms of the gradient
     chunks.py, gradients.py            how rows are divided; the gradient GEMMs and their sums over chunks
-    sparse_gradients.py                the entries of a sparse gradient, as a dense matrix
-    row_statistics.py                  exponentials of a chunk, and statistics on request
-    class_blocks.py                    sums over classes in a fixed order, on one rank and on shards: batch_invariant
+    row_statistics.py                  exponentials of a chunk, sums over its classes, statistics on request; in a fixed
+                                       order, on one rank and on shards: batch_invariant
 cross_entropy.py                       given logits, without a GEMM
 support.py                             logits of a support's classes, without a GEMM
 low_rank.py                            with_grad for a frozen head with a low-rank pair
-second_order.py, backward_tangent.py   shared code of second derivatives; their derivative along a vector
+second_order.py                        second derivatives, and their derivative along a vector
 """
 
 from .backward import backward, backward_in_place
-from .double_backward import double_backward
 from .forward import forward
+from .second_order import double_backward
 from .with_grad import with_grad
 
 __all__ = ["backward", "backward_in_place", "double_backward", "forward", "with_grad"]

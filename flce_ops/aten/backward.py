@@ -10,9 +10,8 @@ from torch import Tensor
 from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace
-from ..support.readable import copy_bytes
-from .chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
-from .gradients import GradientAccumulator, rows_beside_gradients
+from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
+from .gradients import GradientAccumulator, SparseAccumulator, draws_of, needs_exact, rows_beside_gradients
 from .logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -20,11 +19,6 @@ from .logits import (
     softmax_factors,
     softmax_gradient,
     upcast,
-)
-from .sparse_gradients import (
-    SparseAccumulator,
-    draws_of,
-    needs_exact,
 )
 from .valid_tokens import kernel_of
 

@@ -9,6 +9,10 @@
 The product is the only matrix with all n rows of a chunk; the others have the rows of a block. On a CPU the GEMM of
 bfloat16 or float16 operands rounds its result, so the product can be kept in that dtype without a further loss. For the
 same reason forward may save the first R rows of the product for backward: backward gets the same bits.
+
+BLAS reads a matrix without a copy if one stride is 1, and the rows (or columns) along it do not overlap. ATen copies
+every other matrix, such as weight[:, ::2], completely before a product. The kernels copy such a linear_weight one slice
+at a time, into a part of the workspace that chunks leave free.
 """
 
 from collections.abc import Iterator
@@ -16,11 +20,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..math.precision import accumulation_dtype
+from ..math.options import accumulation_dtype
 from ..meta.call import Arguments
 from ..support.path import record_run
-from ..support.readable import readable, readable_rows
-from ..support.workspace import matrix_bytes
+from ..support.workspace import get_workspace, matrix_bytes
 from .valid_tokens import RowsByChunk, tokens_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -207,3 +210,41 @@ def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vecto
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
         blocks.append((rows, block, *(vector[rows] for vector in vectors)))
     return blocks
+
+
+COPY_SHARE = 4  # a fourth of the workspace holds the copy
+VECTORS_AT_LEAST = 16  # the fewest rows or columns of a slice, however small the workspace is
+
+
+def readable(matrix: Tensor) -> bool:
+    if matrix.is_contiguous():
+        return True
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    return not matrix.numel() or (across == 1 and down >= columns) or (down == 1 and across >= rows)
+
+
+def copy_bytes(*matrices: Tensor | None) -> int:
+    """Bytes for the copies of one slice of each of those matrices that BLAS cannot read."""
+    largest = 0
+    for matrix in matrices:
+        if matrix is not None and not readable(matrix):
+            largest = max(largest, matrix.numel() * matrix.element_size())
+    return min(get_workspace() // COPY_SHARE, largest) if largest else 0
+
+
+def readable_rows(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the rows that BLAS can read: the whole matrix, or copies that share memory."""
+    rows, columns = matrix.shape
+    if readable(matrix):
+        yield slice(0, rows), matrix
+        return
+    count = min(max(copy_bytes(matrix) // max(columns * matrix.element_size(), 1), VECTORS_AT_LEAST), rows)
+    memory = matrix.new_empty(count, columns)
+    for start in range(0, rows, count):
+        part = slice(start, min(start + count, rows))
+        yield part, memory[: part.stop - start].copy_(matrix[part])
+
+
+def readable_columns(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for columns, piece in readable_rows(matrix.T):
+        yield columns, piece.T

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import meta
-from ..math.options import TokenStatistics
-from ..math.precision import accumulation_dtype, two_sum
+from ..math.options import Statistics, TokenStatistics, accumulation_dtype
 from ..math.shards import target_columns
+from ..math.statistics import two_sum
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..meta.call import takes
 from .chunks import block_bytes, row_chunks, rows_of
@@ -24,13 +24,10 @@ from .logits import (
     activate_with_slope,
     add_target_and_sum,
     apply_slope,
-    exponentiate,
     softmax_gradient,
-    subtract_maximum,
-    sum_from_lse,
     upcast,
-    weighted_logits,
 )
+from .row_statistics import ALL_AT_ONCE, reduce_rows
 from .valid_tokens import check_target_range, kernel_of, on_valid_tokens, zero_where_ignored
 from .with_grad import loss_and_gradients, rows_of_call
 
@@ -54,19 +51,17 @@ def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     logits, target, weight = call.operands
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
     weight = upcast(weight, lse.dtype)
-    weight_sum = logits.shape[1] if weight is None else weight.sum()
+    weight_sum = ALL_AT_ONCE.weight_sum(weight, logits.shape[1]) if call.logit_sum else None
+    asked = Statistics(argmax=call.argmax)
     for rows, u in copied_rows(call):
         z = activate(u, call.logits.of(rows))
         target_logit[rows] = z.gather(1, column[rows]).squeeze(1)
+        found = reduce_rows(z, asked, logits.shape[1], weight, weight_sum)
         if call.argmax:
-            argmax[rows] = z.argmax(1)
-        row_max = subtract_maximum(z)
+            argmax[rows] = found.argmax
         if call.logit_sum:
-            sums[rows] = weighted_logits(z, weight)
-        log_sum = exponentiate(z).log()
-        if call.logit_sum:
-            sums[rows] = sum_from_lse(sums[rows], log_sum, weight_sum)
-        lse[rows], lse_rest[rows] = two_sum(row_max, log_sum)
+            sums[rows] = found.logit_sum
+        lse[rows], lse_rest[rows] = two_sum(found.row_max, found.log_sum)
 
 
 @kernel_of(LogitsBackward)

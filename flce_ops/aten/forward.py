@@ -5,22 +5,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..math.precision import two_sum
+from ..math.options import Statistics
 from ..math.shards import shard_rows, target_columns
+from ..math.statistics import two_sum
 from ..meta.arguments import Forward
-from ..support.readable import copy_bytes
-from .chunks import block_bytes, chunk_products, product_dtype, row_blocks, rows_per_chunk, save_product
-from .class_blocks import over_classes
-from .logits import (
-    activate,
-    at_columns,
-    exponentiate,
-    log_sum_of_squares,
-    row_moments,
-    subtract_maximum,
-    sum_from_lse,
-    weighted_logits,
-)
+from .chunks import block_bytes, chunk_products, copy_bytes, product_dtype, row_blocks, rows_per_chunk, save_product
+from .logits import activate, at_columns
+from .row_statistics import extra_matrices, over_classes, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -37,8 +28,9 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight = None if weight is None else weight.to(lse.dtype)
-    weight_sum = over.number_of(num_classes) if weight is None else over.per_class(weight).sum()
-    in_block = (product_dtype(input) != lse.dtype) + (call.expected_log_prob or call.log_sum_sq_probs)
+    weight_sum = over.weight_sum(weight, num_classes) if call.logit_sum else None
+    asked = Statistics(call.argmax, True, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
+    in_block = (product_dtype(input) != lse.dtype) + extra_matrices(asked)
     reserved = 0 if linear_weight.is_contiguous() else copy_bytes(linear_weight)
     if call.ranks > 1:  # which exchange once a chunk, of as many rows on every rank
         step = rows_per_chunk(input, shard_rows(call.num_classes, call.ranks), matrices=in_block)
@@ -57,24 +49,18 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
             logits = activate(block, call.logits.of(rows))
             at_target = at_columns(logits, own_column, own_target_logit)
             own_target_logit.copy_(over.at_target(at_target, None if hit is None else hit[rows]))
+            found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum, over)
             if call.argmax:
-                max_logit[rows], argmax[rows] = over.argmax(logits)
+                max_logit[rows], argmax[rows] = found.max_logit, found.argmax
             if call.mean_logit:
-                mean_logit[rows] = over.sum(logits) / call.num_classes
-            row_max = subtract_maximum(logits, over)
+                mean_logit[rows] = found.mean_logit
             if call.logit_sum:
-                sums[rows] = weighted_logits(logits, weight, over)
+                sums[rows] = found.logit_sum
             if call.expected_log_prob:
-                row_sum, first_moment = row_moments(logits, over)
-                expected[rows] = first_moment / row_sum - row_sum.log()
-            else:
-                row_sum = exponentiate(logits, over)
-            log_sum = row_sum.log()
-            if call.logit_sum:
-                sums[rows] = sum_from_lse(sums[rows], log_sum, weight_sum)
+                expected[rows] = found.moment - found.log_sum
             if call.log_sum_sq_probs:
-                squares[rows] = log_sum_of_squares(logits, row_sum, over)
-            total, rest = two_sum(row_max, log_sum)
+                squares[rows] = found.log_sum_sq_probs
+            total, rest = two_sum(found.row_max, found.log_sum)
             own_lse.copy_(total)
             own_rest.copy_(rest)
             del logits  # frees memory before the next block is allocated

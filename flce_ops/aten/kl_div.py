@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.precision import accumulation_dtype
+from ..math.options import accumulation_dtype
 from ..math.shards import log_denominator
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, Divergence
 from ..support.exchange import all_reduce
-from ..support.readable import copy_bytes
 from ..support.workspace import float32_sum_fits, matrix_bytes
-from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut, row_chunks
+from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator
-from .logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits, shift_rows
+from .logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
+from .row_statistics import shift_rows
 from .valid_tokens import kernel_of, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)

@@ -12,7 +12,7 @@ expected_log_prob, and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softc
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
 z, p and G are in the accumulation dtype (float32 for 16-bit operands). G is rounded to the operands' dtype once, for
-the two GEMMs. flce_ops/aten/double_backward.py has the second derivatives.
+the two GEMMs. flce_ops/aten/second_order.py has the second derivatives.
 
 Functions on a block of logits work in place. The kernels apply them to rows of a chunk. flce_ops/decompositions.py
 applies them to blocks of classes and makes the result functional.
@@ -23,12 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, LogitOptions, changed
-from ..math.precision import accumulation_dtype
+from ..math.options import Cotangents, LogitOptions, accumulation_dtype, changed
 from ..math.topk import in_columns
 from ..meta.arguments import Backward, SupportBackward
 from .chunks import chunk_product
-from .class_blocks import ALL_AT_ONCE, OverClasses
+from .row_statistics import at_least_finite
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
 
@@ -94,71 +93,9 @@ def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V
     return None if per_class is None else per_class.to(dtype)
 
 
-def weighted_logits(logits: Tensor, weight: Tensor | None, over: OverClasses = ALL_AT_ONCE) -> Tensor:
-    """sum_j w_j z_ij, (n,)."""
-    if weight is None:
-        return over.sum(logits)
-    weight = weight.to(logits.dtype)
-    return logits @ weight if over is ALL_AT_ONCE else over.sum(logits * weight)
-
-
-def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor | int) -> Tensor:
-    """sum_j w_j (z_ij - lse_i), from sum_j w_j (z_ij - row_max_i) and lse_i - row_max_i, (n,) each.
-
-    If a bias of -inf switches off all classes of a shard, the sum is -inf, not nan.
-    """
-    return sum_from_maximum - weight_sum * torch.where(log_sum == -torch.inf, 0.0, log_sum)
-
-
-def subtract_maximum(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
-    """Replaces z by z - row_max in place. Returns row_max."""
-    row_max = over.largest(finite_maximum(logits))
-    logits.sub_(row_max)
-    return row_max.squeeze(1)
-
-
-def exponentiate(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
-    """Replaces z - row_max by E, its exponential, in place. Returns the row sums."""
-    return over.sum(shifted.exp_())
-
-
-def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
-    """The row maximum, or the lowest finite number if a shard has no class or a bias of -inf on all classes.
-    Exponentials are then 0, not nan.
-    """
-    lowest = torch.finfo(logits.dtype).min
-    if logits.shape[1] == 0:
-        return logits.new_full((logits.shape[0], 1), lowest)
-    return logits.amax(1, keepdim=True).clamp_min_(lowest)
-
-
 def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (n, V)
     p = torch.exp(logits - lse[:, None])
     return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
-
-
-def row_moments(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor]:
-    """Like exponentiate; also returns the row sums of E (z - row_max)."""
-    copy = at_least_finite(shifted).clone()
-    return exponentiate(shifted, over), over.sum(copy.mul_(shifted))
-
-
-def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
-    """log sum_j p_ij^2. The largest E of a row is 1, so neither sum underflows or overflows."""
-    return over.sum(exponentials.square()).log_() - 2.0 * row_sum.log()
-
-
-def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtracts row_max in place. Returns row_max and the log sum exp of the rest, (n,) each."""
-    row_max = finite_maximum(logits)
-    return row_max.squeeze(1), logits.sub_(row_max).exp().sum(1).log_()
-
-
-def at_least_finite(log_p: Tensor) -> Tensor:
-    """Clamps in place. If a bias of -inf switches a class off, p log p becomes 0, not 0 * -inf; exp(-10^4) is 0 in
-    every dtype.
-    """
-    return log_p.clamp_(min=-1e4)
 
 
 class SoftmaxFactors(NamedTuple):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..math.options import TokenStatistics
 from ..meta.arguments import LowRankWithGrad
-from ..support.readable import copy_bytes
-from .chunks import chunk_products
+from .chunks import chunk_products, copy_bytes
 from .gradients import GradientAccumulator
 from .valid_tokens import kernel_of
 from .with_grad import loss_and_gradients, rows_of_call, rows_of_chunk

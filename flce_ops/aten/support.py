@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import meta
-from ..math.precision import accumulation_dtype, two_sum
+from ..math.options import accumulation_dtype
+from ..math.statistics import two_sum
 from ..math.support import Support
 from ..meta.all_classes import gradients_of_all_classes, with_all_classes
 from ..meta.arguments import SupportBackward, SupportForward
@@ -27,14 +28,8 @@ from ..meta.outputs import Gradients
 from ..support.path import record_run
 from ..support.workspace import matrix_bytes
 from .chunks import CPU_CHUNK_BYTES
-from .logits import (
-    activate,
-    activate_with_slope,
-    apply_slope,
-    at_least_finite,
-    softmax_factors,
-    softmax_gradient,
-)
+from .logits import activate, activate_with_slope, apply_slope, softmax_factors, softmax_gradient
+from .row_statistics import at_least_finite
 from .valid_tokens import check_target_range
 
 # N tokens, E entries (classes of tokens), D hidden, V vocabulary, L lists of entries

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .. import meta
 from ..math.topk import tokens_that_count
-from ..meta.call import Arguments, takes
-from ..meta.results import AtIgnored
+from ..meta.call import Arguments, AtIgnored, takes
 from ..objectives.row import RowObjective
 from ..support.target_range import assert_in_range, in_range
 

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..math.log_probs import surprisal
-from ..math.options import LogitOperands, Operands, TokenStatistics, changed
-from ..math.precision import two_sum
+from ..math.options import LogitOperands, Operands, Statistics, TokenStatistics, changed
 from ..math.reduction import Reduction
 from ..math.shards import (
     Exchange,
@@ -23,6 +21,7 @@ from ..math.shards import (
     target_columns,
 )
 from ..math.sparse_gradient import Draws, Shard
+from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
 from ..meta.arguments import (
     LogitsWithGrad,
@@ -34,23 +33,10 @@ from ..meta.arguments import (
 )
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
-from ..support.readable import copy_bytes
-from .chunks import block_bytes, chunk_products, product_is_rounded, row_blocks
-from .class_blocks import over_classes
-from .gradients import GradientAccumulator, rows_beside_gradients
-from .logits import (
-    activate_with_slope,
-    add_target_and_sum,
-    apply_slope,
-    sum_from_lse,
-    upcast,
-)
-from .row_statistics import exponentiate_with_statistics, extra_matrices
-from .sparse_gradients import (
-    SparseAccumulator,
-    draws_of,
-    needs_exact,
-)
+from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
+from .gradients import GradientAccumulator, SparseAccumulator, draws_of, needs_exact, rows_beside_gradients
+from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
+from .row_statistics import BlockNumbers, extra_matrices, over_classes, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
@@ -93,7 +79,7 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
 def vocab_parallel_with_grad(
     call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
 ) -> None:
-    """flce_ops/distributed/one_pass.py says what it does.
+    """flce_ops/distributed/vocab_parallel.py says what it does.
 
     All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
     """
@@ -187,6 +173,16 @@ class SharedRows:
         return lse, lse_rest, factor, target_logit, logit_sum
 
 
+def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNumbers) -> None:
+    """Writes the numbers of a block into those statistics that are not None."""
+    lse = of_block.row_max + of_block.log_sum
+    entropy = None if of_block.moment is None else of_block.log_sum - of_block.moment
+    found = (of_block.argmax, lse, entropy, of_block.log_sum_sq_probs, of_block.mean_logit)
+    for of_tokens, of_rows in zip(statistics, found):
+        if of_tokens is not None:
+            of_tokens[rows] = of_rows
+
+
 class RowsOfTokens(NamedTuple):
     """Inputs and outputs of N tokens, (N,) each unless noted."""
 
@@ -249,8 +245,10 @@ def loss_and_gradients(
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes = block_bytes(input)
     over = over_classes(call)
-    of_classes = None if class_weight is None or objective.d_sum is None else class_weight.sum()
+    asked, weight_sum = Statistics(*(of_rows is not None for of_rows in statistics)), None
     for chunk, product in products:
+        if weight_sum is None and objective.d_sum is not None:
+            weight_sum = over.weight_sum(class_weight, product.shape[1])
         # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
         of_rows = (column, valid, scale, losses)
         if shared:
@@ -262,14 +260,11 @@ def loss_and_gradients(
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
             largest = shared.largest(logits) if shared else None
-            row_max, row_sum, logit_sum = exponentiate_with_statistics(
-                logits, statistics, rows, num_classes, class_weight, logit_sum=objective.d_sum is not None, over=over
-            )
-            log_sum = row_sum.log()
-            if logit_sum is not None:
-                weight_sum = logits.shape[1] if of_classes is None else of_classes
-                logit_sum = sum_from_lse(logit_sum, log_sum, weight_sum)
-            lse, lse_rest = two_sum(row_max, log_sum)
+            numbers = reduce_rows(logits, asked, num_classes, class_weight, weight_sum, over)
+            row_sum, logit_sum = numbers.row_sum, numbers.logit_sum
+            if any(asked):
+                fill_statistics(statistics, rows, numbers)
+            lse, lse_rest = two_sum(numbers.row_max, numbers.log_sum)
             if shared is not None:
                 lse, lse_rest, normalizer, target_logit, logit_sum = shared.whole(
                     rows, lse, lse_rest, row_sum, target_logit, logit_sum, largest

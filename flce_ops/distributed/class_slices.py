@@ -7,22 +7,100 @@ for their shards.
 
 A step with gradients takes three GEMM passes. Neither the dequantized W nor a row of all logits is in memory at any
 time, and W gets no gradient.
+
+    weight[classes].dequantize()        torchao's tensors, torch's own quantized ones, and subclasses like them
+    some of the 4-bit blocks            bitsandbytes' Params4bit, whose own shape is that of the packed bytes
 """
 
+import importlib
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..math.options import Operands, TokenLosses
-from ..math.precision import accumulation_dtype
+from ..math.options import Operands, TokenLosses, accumulation_dtype
 from ..math.statistics import Rows, asked_of_rows
+from ..meta.checks import is_quantized
 from ..support.holes import refuse_hole
-from ..support.quantized import QuantizedHead
+from ..support.workspace import get_workspace
 from .vocab_parallel import rows_of_shard, whole_rows
 
 # N tokens, k numbers of a row, D hidden, V vocabulary, v classes of a slice, R slices
+
+
+SHARE = 4  # a slice takes at most 1 / 4 of the workspace
+CLASSES_AT_LEAST = 128  # in a slice, also in a small workspace: formats pack rows in groups
+
+
+class QuantizedHead:
+    def __init__(self, weight: Any) -> None:
+        self.weight, self.state = weight, packed_state(weight)
+        self.shape: Sequence[int] = weight.shape if self.state is None else self.state.shape  # (V, D)
+
+    def like(self, dtype: torch.dtype) -> Tensor:  # (V, D)
+        """A tensor with the dense weight's shape, dtype and device that takes the memory of one number."""
+        return torch.empty(1, 1, dtype=dtype, device=self.weight.device).expand(*self.shape)
+
+    def slices(self, dtype: torch.dtype) -> list[slice]:
+        num_classes, features = self.shape
+        step = get_workspace() // SHARE // max(features * dtype.itemsize, 1)
+        step = max(step - step % CLASSES_AT_LEAST, CLASSES_AT_LEAST)
+        if self.state is not None:  # whole blocks
+            step = math.lcm(step, self.state.blocksize // math.gcd(features, self.state.blocksize))
+        return [slice(start, min(start + step, num_classes)) for start in range(0, num_classes, step)]
+
+    def dense(self, classes: slice, dtype: torch.dtype) -> Tensor:  # (v, D)
+        if self.state is None:
+            return self.weight[classes].dequantize().to(dtype)
+        return dequantized_blocks(self.weight, self.state, classes).to(dtype)
+
+
+def packed_state(weight: Any) -> Any:
+    """bitsandbytes' QuantState, or None."""
+    state = getattr(weight, "quant_state", None)
+    return state if state is not None and hasattr(state, "blocksize") else None
+
+
+def dequantized_blocks(weight: Tensor, state: Any, classes: slice) -> Tensor:  # (v, D)
+    """Blocks are runs of `blocksize` numbers of the flat weight, two numbers a byte, with a float32 scale each."""
+    bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")
+    count, features = classes.stop - classes.start, state.shape[1]
+    first, numbers = classes.start * features, count * features
+    blocks = slice(first // state.blocksize, -(-(first + numbers) // state.blocksize))
+    scales = state.absmax
+    if state.nested:  # V D / blocksize scales, which are small compared with a slice
+        scales = bitsandbytes.dequantize_blockwise(scales, state.state2).add_(state.offset)
+    of_slice = bitsandbytes.QuantState(
+        absmax=scales.float()[blocks],
+        shape=torch.Size((count, features)),
+        code=state.code,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+        dtype=state.dtype,
+    )
+    packed = weight.data.reshape(-1)[first // 2 : (first + numbers + 1) // 2]
+    return bitsandbytes.dequantize_4bit(packed.reshape(-1, 1), of_slice)
+
+
+def has_slices(weight: Tensor) -> bool:
+    """Whether slices of the weight can be dequantized. Other quantized weights are refused later, by the check for
+    dense tensors.
+    """
+    state = packed_state(weight)
+    if state is not None:
+        return len(state.shape) == 2
+    if not is_quantized(weight) or weight.dim() != 2 or hasattr(weight, "get_original_weight"):
+        return False
+    if weight.is_quantized:  # torch's own: slices of those with a scale for each class are wrong or fail
+        return weight.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+    try:
+        weight[:1].dequantize()
+    except Exception:  # a subclass may raise any error for a slice
+        return False
+    return True
 
 
 def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
@@ -34,7 +112,7 @@ def rows_of_slices(problem: TokenLosses, head: QuantizedHead) -> Rows:
         problem, operands=Operands(cast(Any, None), cast(Any, None), target, None, weight)
     )  # the graph of a compiled program keeps this
     numbers = NumbersOfSlices.apply(input, linear_bias, rest, head, slices)
-    return whole_rows(problem, asked, names, numbers, slices)
+    return whole_rows(problem, problem.valid, names, numbers, slices)
 
 
 class NumbersOfSlices(torch.autograd.Function):

@@ -192,6 +192,14 @@ class Layout(OneRank):
                 shards = [part for classes in shards for part in shards_of_classes(classes, self.mesh.size(dim))]
         return shards
 
+    def gather_shards(self, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
+        """The rows of all shards of the vocabulary. Backward gives each rank its own row, without communication.
+
+        Mesh dimensions that shard tokens are declared as Replicate here, so nothing moves along them.
+        """
+        placements = self.placements(vocabulary=Shard(0))
+        return self.whole(DTensor.from_local(per_shard.unsqueeze(0), self.mesh, placements, run_check=False))
+
 
 def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
     """The layout of an entry operator's arguments, by name, some of which are DTensors."""

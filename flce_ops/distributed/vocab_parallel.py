@@ -14,28 +14,46 @@ Ranks send each lse together with its rounding error, so differences lose no dig
 
 Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent.
 grad_input must still be summed over ranks. The caller's placements decide when: it is a Partial.
+
+A scalar loss and its gradients take one pass over the logits instead: 3 GEMM passes instead of 4. For each chunk of n
+rows, every rank runs this for its own classes:
+
+    E = exp(z - reference)                       the chunk's only GEMM for logits
+    lse, target_logit, logit_sum of the shard    all_gather of 2 to 4 numbers a row: the only communication
+    lse, target_logit, logit_sum, losses         as above, on every rank
+    grad_linear_weight += G.T @ input            G from E and lse
+    grad_input[rows]    = G @ linear_weight      this rank's part of a sum over ranks, which the caller adds
+
+All ranks must use the same chunks. Chunks depend on the largest shard, ceil(V / R) rows, and on the workspace, which
+must therefore be the same on all ranks.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
 from ..aten.logits import activate_with_slope
-from ..math.options import LogitOperands, TokenLosses
-from ..math.precision import accumulation_dtype
+from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype
+from ..math.reduction import Reduction
 from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
 from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import in_columns
-from ..meta.arguments import Forward, LogitsForward
+from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
+from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
-from ..ops.support_rows import forward_of_support
-from .layout import Layout
+from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
+from ..ops.function import OPERANDS
+from ..ops.made_in_forward import MadeInForward
+from ..ops.paths import gradients_in_the_same_pass
+from ..ops.support_autograd import forward_of_support
+from ..support.holes import refuse_hole
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
+Layout = Any  # that of layout.py, which imports torch.distributed.tensor
 IGNORED = -1  # used in place of ignore_index, which could equal a column's index on this rank
 
 
@@ -65,25 +83,25 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     else:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
-    numbers, shards = gather_shards(layout, shard.stacked()), layout.vocabulary_shards(num_classes)
-    return whole_rows(problem, asked, list(shard.others), numbers, shards)
+    numbers, shards = layout.gather_shards(shard.stacked()), layout.vocabulary_shards(num_classes)
+    return whole_rows(problem, problem.valid, list(shard.others), numbers, shards)
 
 
 def whole_rows(
-    problem: TokenLosses,
-    asked: dict[str, bool],
+    call: TokenLosses | Forward,
+    valid: Tensor,  # (N,)
     names: list[str],  # of ShardRows.others
     shards: Tensor,  # (R, k, N), for each shard the result of ShardRows.stacked
     classes: list[slice],  # of each shard
 ) -> Rows:
-    target = problem.operands.target
-    topk, valid = shards.shape[1] - 2 - len(names), problem.valid
+    target = call.operands.target
+    topk = shards.shape[1] - 2 - len(names)
     others = dict(zip(names, shards[:, 2 + topk :].unbind(1), strict=True))  # (R, N) each
     lse, lse_rest, log_share = log_shares(shards[:, 0], shards[:, 1].detach())
     target_logit = shards[:, 2 : 2 + topk].sum(0).T.reshape(target.shape)
     logit_sum = None
-    if asked["logit_sum"]:
-        class_weights = class_weights_of_shards(problem.operands.weight, classes, lse)
+    if "logit_sum" in others:
+        class_weights = class_weights_of_shards(call.operands.weight, classes, lse)
         logit_sum = logit_sum_of_shards(others["logit_sum"], log_share, class_weights)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
@@ -98,7 +116,7 @@ def whole_rows(
     if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
         whole["argmax"] = torch.where(valid, largest, -1)
-    if problem.statistics.lse:
+    if isinstance(call, Forward) or call.statistics.lse:
         lse = torch.where(valid, lse, 0.0)
     return Rows(target_logit, lse, logit_sum, lse_rest, **whole)
 
@@ -125,7 +143,19 @@ def rows_of_shard(
         results = Forward.like(problem, **own).dispatched()
     else:
         results = forward_of_support(problem, problem.support, num_classes, **own)
-    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, _ = results
+    rows = shard_rows(results, asked, classes.start)
+    if empty:
+        lse, nothing = 0.0 * finite_in_empty_rows(rows.lse, rows.lse) - torch.inf, torch.zeros_like(rows.lse)
+        others = dict.fromkeys(rows.others, nothing)
+        if asked["argmax"]:
+            others |= {"argmax": rows.others["argmax"], "max_logit": torch.full_like(lse, -torch.inf)}
+        rows = ShardRows(lse, nothing, rows.target_logit, others)
+    return rows
+
+
+def shard_rows(results: Sequence[Tensor], asked: dict[str, bool], start: int) -> ShardRows:
+    """From the results of a forward operator for the classes from `start` on."""
+    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, *_ = results
     numbers = {
         "logit_sum": logit_sum,
         "expected_log_prob": expected,
@@ -134,16 +164,13 @@ def rows_of_shard(
         "mean_logit": mean_logit,
     }
     others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
-    if empty:
-        lse, max_logit = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.full_like(lse, -torch.inf)
-        others = dict.fromkeys(others, torch.zeros_like(lse))
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:
             others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
-        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
+        others["argmax"] = (argmax + start).to(lse.dtype)  # float32 counts exactly up to 2^24
         others["max_logit"] = max_logit
-    return ShardRows(lse, torch.zeros_like(lse_rest) if empty else lse_rest, target_logit, others)
+    return ShardRows(lse, lse_rest, target_logit, others)
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
@@ -179,12 +206,67 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     return ShardRows(lse, lse_rest, torch.where(here & problem.valid, target_logit, 0.0), others)
 
 
-def gather_shards(layout: Layout, per_shard: Tensor) -> Tensor:  # (k, N) -> (R, k, N)
-    """The rows of all shards of the vocabulary. Backward gives each rank its own row, without communication.
+def one_pass_applies(layout: Layout, problem: TokenLosses) -> bool:
+    """Whether all ranks take this path. The answer must not depend on the rank."""
+    if problem.batch_invariant:  # forward's operator exchanges tiles' numbers, this one shards'
+        return False
+    known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
+    known |= options_in_facts(problem.loss, problem.logits)
+    known |= {"topk": problem.operands.target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
+    title = "a scalar loss over a sharded vocabulary"
+    return gradients_in_the_same_pass(problem.operands, title=title, **known)
 
-    Mesh dimensions that shard tokens are declared as Replicate here, so nothing moves along them.
-    """
-    shards = DTensor.from_local(
-        per_shard.unsqueeze(0), layout.mesh, layout.placements(vocabulary=Shard(0)), run_check=False
+
+def losses_with_grad(
+    layout: Layout, problem: TokenLosses, reduction: Reduction
+) -> tuple[Tensor, Tensor, TokenStatistics]:
+    """Returns the loss () with a gradient, and the tokens' losses and statistics, which are constants."""
+    start, _ = layout.vocabulary_range(layout.num_classes)
+    call = VocabParallelWithGrad.like(
+        problem,
+        row_scale=reduction.row_scale,
+        **layout.sharing(),
+        vocab_start=start,
+        output_mask=gradients_wanted(problem.operands),
     )
-    return layout.whole(shards)
+    loss, losses, _, _, _, *found = VocabParallelFunction.apply(*call.values(), layout)
+    return loss, losses, TokenStatistics.found(problem.statistics, found)
+
+
+class VocabParallelFunction(MadeInForward):
+    """The derivative of the operator. `apply` takes the operator's arguments, then the layout."""
+
+    arguments = VocabParallelWithGrad
+
+    @classmethod
+    def forward(cls, *values):
+        return super().forward(*values[:-1])
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        ctx.layout = inputs[-1]
+        super().setup_context(ctx, inputs[:-1], output)
+
+    @classmethod
+    def backward(cls, ctx, *cotangents):
+        return *super().backward(ctx, *cotangents), None
+
+    @classmethod
+    def gradients(cls, ctx, call, saved, grad_loss, *_):
+        call.layout = ctx.layout
+        return super().gradients(ctx, call, saved, grad_loss)
+
+    @classmethod
+    def made_again(cls, call, grad_loss):
+        if call.sparse.gradient_threshold:
+            refuse_hole(cls.called(), "second of a sparse gradient")
+        # torch.autograd.grad by the operands is correct for local tensors: each is a result of ToLocal and nothing else
+        # is made from it, so no path leads from one operand to another.
+        problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
+        rows = vocab_parallel_rows(call.layout, problem)
+        losses = losses_of_rows(problem, call.layout.num_classes, *rows[:4])
+        leaves = [getattr(call.operands, name) for name in OPERANDS]
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
+        by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found)}
+        return [by_leaf.get(id(leaf)) for leaf in leaves], losses

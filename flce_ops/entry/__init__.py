@@ -1,7 +1,6 @@
 """The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
 
 schemas.py             their arguments
-argument_types.py      refuses wrong types, naming the argument
 arguments.py           checks the arguments, naming them in errors
 refusals.py            the combinations that are not implemented
 loss.py                how a loss is computed, for every objective, for plain tensors and DTensors
@@ -9,19 +8,14 @@ loss.py                how a loss is computed, for every objective, for plain te
 cross_entropy.py       a head
 low_rank.py            a head with a low-rank pair (LoRA)
 logits.py              given logits
-row_loss.py            objectives with their own operators: policy losses
-log_probs.py           log-probabilities and other results of a row
-kl_div.py              divergences from a teacher
-class_probabilities.py targets that are class probabilities
+log_probs.py           log-probabilities and other results of a row; objectives with their own operators: policy losses
+kl_div.py              divergences from a teacher; targets that are class probabilities
 positions.py           K-dimensional losses: a head for each position
-quantized_head.py      a frozen head whose weight is quantized
 
 metrics.py             return_metrics by name
 support.py             the classes that each token was sampled from
 class_order.py         the user's order of classes, for a sparse gradient
-learnt_scale.py        a scale that gets a gradient
-token_temperature.py   a temperature of each token
-padded_vocabulary.py   the classes of a vocabulary without its padding
+token_temperature.py   a temperature of each token; a scale that gets a gradient
 shifted_target.py      unshifted labels, whose targets are the next ones
 """
 
@@ -37,10 +31,10 @@ from .._ops import ops
 from ..meta.call import Arguments
 from ..objectives.row import RowObjective
 from ..ops.autocast import autocast_kernel
-from ..ops.library import library
+from ..ops.registration import library
 from ..support.holes import refuse_hole
 from ..support.running import running
-from . import cross_entropy, kl_div, log_probs, logits, low_rank, row_loss, schemas
+from . import cross_entropy, kl_div, log_probs, logits, low_rank, schemas
 
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
@@ -59,7 +53,7 @@ ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
     **{
-        name: (schemas.schema_of(objective), "(Tensor loss, Tensor log_probs)", row_loss.composite)
+        name: (schemas.schema_of(objective), "(Tensor loss, Tensor log_probs)", log_probs.composite_loss)
         for name, objective in RowObjective.named.items()
     },
     "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),

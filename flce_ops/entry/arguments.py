@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..math import options
 from ..math.kl_div_arguments import KlDivOperands
-from ..math.options import Number
-from ..math.precision import accumulation_dtype
+from ..math.options import Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta.checks import (
     SUPPORTED_DTYPES,
@@ -25,11 +24,12 @@ from ..meta.checks import (
     check_linear,
     check_per_class,
     check_real,
+    check_sparse,
+    check_sparse_options,
     check_target_dtype,
     refuse_dtype,
 )
 from ..meta.kl_div_checks import check_no_teacher_gradient, check_teacher
-from ..meta.sparse_checks import check_sparse, check_sparse_options
 from ..objectives import class_probabilities, cross_entropy
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
@@ -163,7 +163,7 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int],
 
 
 def check_main_grad(op: str, call: CrossEntropy) -> None:
-    """flce_ops/meta/main_grad.py checks the buffer itself, where all operands are known."""
+    """flce_ops/meta/checks.py checks the buffer itself, where all operands are known."""
     assert call.main_grad is not None
     if call.main_grad.requires_grad:
         raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")

@@ -1,5 +1,5 @@
 """The body of the entry operator flce::linear_kl_div. It flattens the tokens, chooses the path, and reduces the N
-divergences in ATen.
+divergences in ATen. The same operators compute the loss of class probabilities.
 
 If the vocabulary is sharded, ranks exchange O(N) numbers inside the operators (flce_ops/math/shards.py). Logits and
 weights do not move. The teacher's weight is sharded as the student's is.
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from ..distributed.one_rank import OneRank
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitNumbers, Number, logit_options, scalar
-from ..math.precision import accumulation_dtype
+from ..math.options import LogitNumbers, Number, accumulation_dtype, logit_options, scalar
 from ..math.reduction import mean_denominator, row_factor, weighted_sum
 from ..meta.arguments import KlDivForward, KlDivWithGrad
 from ..meta.kl_div_checks import check_kind
+from ..objectives.class_probabilities import smoothed_and_weighted
 from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
-from .arguments import check_divergence, check_ranges
+from . import arguments
+from .arguments import check_arguments, check_divergence, check_ranges
 from .loss import layout_of_call, weightless
-from .schemas import KlDiv
+from .schemas import CrossEntropy, KlDiv
 from .token_temperature import temperature_of_tokens
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -48,9 +49,7 @@ def composite(call: KlDiv) -> Tensor:
         if denominator is not None and normalizer is None:
             denominator = layout.sum_over_tokens(denominator).clamp(min=1.0)  # the mean over no token is 0
     operands, token_weight = weigh_tokens(operands, token_weight, denominator)
-    if call.reduction == "none":
-        return layout.result(row_divergences(operands, options, row_factor(operands.valid, token_weight, None)))
-    return layout.quotient(*weighted_loss(operands, options, token_weight, denominator), denominator)
+    return reduced(layout, call.reduction, operands, options, token_weight, denominator)
 
 
 def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> KlDivOptions:
@@ -117,26 +116,49 @@ def weigh_tokens(
     return operands._replace(valid=~out if operands.valid is None else operands.valid & ~out), token_weight
 
 
-def row_divergences(operands: KlDivOperands, options: KlDivOptions, factor: Tensor) -> Tensor:  # (N,)
-    return factor * divergences(operands, options)
-
-
-def divergences(operands: KlDivOperands, options: KlDivOptions) -> Tensor:  # (N,)
-    return KlDivForward.of([*operands, *options]).dispatched()[0]
-
-
-def weighted_loss(
+def reduced(
+    layout: OneRank,
+    reduction: str,
     operands: KlDivOperands,
     options: KlDivOptions,
     token_weight: Tensor,  # (N,)
     denominator: Tensor | None,  # ()
-) -> tuple[Tensor, Tensor]:
-    """Returns the two numbers that `quotient` takes. Gradients, if wanted, are made in the same pass."""
+) -> Tensor:  # () or (...)
+    """The loss. If it is a scalar, gradients that are wanted are made in the same pass."""
     factor = row_factor(operands.valid, token_weight, denominator)
-    if gradients_in_the_same_pass(operands):
+    if reduction != "none" and gradients_in_the_same_pass(operands):
         call = KlDivWithGrad.of([*operands, factor, *options, gradients_wanted(operands)])
         loss, divergence, *_ = call.dispatched()
     else:
-        divergence = divergences(operands, options)
+        divergence = KlDivForward.of([*operands, *options]).dispatched()[0]
+        if reduction == "none":
+            return layout.result(factor * divergence)
         loss = (factor * divergence).sum()
-    return loss, weighted_sum(operands.valid, token_weight, divergence)
+    return layout.quotient(loss, weighted_sum(operands.valid, token_weight, divergence), denominator)
+
+
+def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
+    """The loss of targets that are class probabilities, as in F.cross_entropy: a kind of divergence of its own, whose
+    formula is in flce_ops/objectives/class_probabilities.py.
+
+    The loss of a token is nan if its q has a negative entry. The mean divides by the number of all tokens: neither
+    ignore_index nor class weights change its denominator.
+    """
+    layout = OneRank()
+    check_arguments(call)
+    input = call.input
+    student = (input, call.linear_weight, call.linear_bias)
+    p = smoothed_and_weighted(call.target, call.weight, call.numbers.label_smoothing, accumulation_dtype(input.dtype))
+    operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, p, None))
+    logits = logit_options(call.numbers, input, temperature_of_tokens(arguments.OP, call, layout, None))
+    options = KlDivOptions(kind="cross_entropy", **logits._asdict(), batch_invariant=call.batch_invariant)
+    denominator = denominator_of(call, operands.input.shape[0])
+    operands, token_weight = weigh_tokens(operands, layout.per_token(call.token_weight), denominator)
+    token_weight = torch.where(call.target.detach().amin(-1).flatten() < 0.0, torch.nan, token_weight)
+    return reduced(layout, call.reduction, operands, options, token_weight, denominator)
+
+
+def denominator_of(call: CrossEntropy, tokens: int) -> Tensor | None:  # ()
+    if call.normalizer is not None:
+        return call.normalizer.to(accumulation_dtype(call.input.dtype))
+    return scalar(1.0, call.input) * tokens if call.reduction == "mean" else None

@@ -29,17 +29,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..distributed.class_slices import rows_of_slices
 from ..distributed.one_rank import OneRank
+from ..distributed.vocab_parallel import vocab_parallel_rows
 from ..math.options import (
     LogitOperands,
     Operands,
     Statistics,
     TokenLosses,
     TokenStatistics,
+    accumulation_dtype,
     logit_options,
     scalar,
 )
-from ..math.precision import accumulation_dtype
 from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
 from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import beside_topk
@@ -47,15 +49,15 @@ from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
-from ..ops.support_rows import forward_of_support
+from ..ops.support_autograd import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
-from .schemas import CrossEntropy, LogitsCrossEntropy, RowLoss
+from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
 from .token_temperature import temperature_of_tokens
 
 # N tokens, V vocabulary
 
-NOTHING = TokenStatistics()
+NOTHING, NONE_ASKED = TokenStatistics(), Statistics()
 Call = CrossEntropy | LogitsCrossEntropy | RowLoss
 Found = tuple[Tensor | None, ...]  # (N,) each, the other requested results
 # Returns losses (N,), 0 for ignored tokens.
@@ -83,25 +85,22 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
 def token_losses(
     op: str,
     layout: OneRank,
-    call: CrossEntropy | LogitsCrossEntropy,
+    call: Call | LogProbs,
     operands: Operands | LogitOperands,
-    asked: Statistics,
+    asked: Statistics = NONE_ASKED,
     **others: Any,
 ) -> TokenLosses:
-    input = operands[0]
+    input, values = operands[0], vars(call)
     temperature = temperature_of_tokens(op, call, layout, operands.target)
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input, temperature)
+    others |= {name: values[name] for name in ("main_grad", "sparse", "batch_invariant") if name in values}
     return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
 
 
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if layout.splits_vocabulary and not problem.batch_invariant:
-        from ..distributed.vocab_parallel import vocab_parallel_rows
-
-        return vocab_parallel_rows(cast(Any, layout), problem)
+        return vocab_parallel_rows(layout, problem)
     if problem.quantized is not None:
-        from ..distributed.class_slices import rows_of_slices
-
         return rows_of_slices(problem, problem.quantized)
     asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):

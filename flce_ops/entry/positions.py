@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..math.options import Statistics, TokenStatistics, scalar
-from ..math.precision import accumulation_dtype
+from ..math.options import Statistics, TokenStatistics, accumulation_dtype, scalar
 from ..math.reduction import mean_denominator, nan_for_nothing
 from ..meta.checks import check_dense, check_device, check_per_class
 from .arguments import OP, check_normalizer, check_reduction

@@ -12,8 +12,8 @@ here.
 from typing import Any
 
 from ..ops.call_facts import gradients_wanted
-from ..support.dtensor import any_dtensor
 from ..support.holes import not_implemented
+from ..support.rank_check import any_dtensor
 from ..support.torch_private import functorch_is_active
 from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 

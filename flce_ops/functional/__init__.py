@@ -8,7 +8,7 @@ log_probs.py    linear_log_probs
 kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
 logits.py       cross_entropy of given logits
-public.py       makes a public function from its signature, and calls its operator
+public.py       makes a public function from its signature: checks types by name, and calls its operator
 keywords.py     types of keyword arguments, for overloads
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..math.sparse_gradient import SparseGradient
-from ..meta.sparse_checks import check_sparse_options
+from ..meta.checks import check_sparse_options
 
 
 def check_threshold(op: str, gradient_threshold: float) -> None:

@@ -20,8 +20,6 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import SymFloat, Tensor
 
-from ..support.quantized import QuantizedHead
-from .precision import accumulation_dtype
 from .sparse_gradient import SparseGradient
 from .support import TokenIds
 
@@ -186,7 +184,7 @@ class TokenLosses:
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
     support: TokenIds | None = None  # None: all classes
-    quantized: QuantizedHead | None = None  # the weights themselves; linear_weight then has only their shape
+    quantized: Any = None  # a QuantizedHead: the weights themselves; linear_weight then has only their shape
     batch_invariant: bool = False  # rows of grad_input
 
     @functools.cached_property
@@ -273,3 +271,10 @@ def logit_options(numbers: Any, like: Tensor, token_temperature: Tensor | None =
         return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like))
     # divides tensors: on torch 2.11 a quotient of SymFloats is a constant of the graph
     return LogitOptions(None if cap is None else cap / divisor, scalar(numbers.logit_scale, like) / divisor)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the softmax, of the loss and of their sums. Checks elsewhere refuse dtypes that operands may not
+    have.
+    """
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 from ..support.exchange import all_gather
 from ..support.holes import refuse_hole
 from .options import Statistics, TokenStatistics, changed
-from .precision import two_sum
-from .statistics import statistics_of_shards
+from .statistics import statistics_of_shards, two_sum
 from .topk import in_columns, tokens_that_count
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it

@@ -4,12 +4,11 @@ Each operator has its arguments and results as a class. The schema, the fake ker
 follow from this class. So shapes, dtypes and errors cannot differ between eager, compiled and meta tensors. Inside the
 package, this folder imports only math, objectives and support.
 
-arguments.py, call.py            each operator's arguments and results as a class; how a class becomes schema and call
+arguments.py, call.py            each operator's arguments and results as a class; how a class becomes schema and call,
+                                 and how each kind of result is allocated
 all_classes.py                   tokens without a support, which have all classes
-results.py                       the kinds of results, and how each is allocated
 outputs.py                       runs the checks of a call, and allocates its results
-checks.py                        checks of operands that operators share
-main_grad.py, sparse_checks.py   checks of a buffer for a gradient; of the options of a sparse gradient
+checks.py                        checks that operators share: operands, a buffer for a gradient, a sparse gradient
 kl_div_checks.py                 checks of a divergence's operands
 """
 

@@ -1,4 +1,4 @@
-"""The arguments and results of each inner operator, declared once, as the fields of a class (call.py, results.py)."""
+"""The arguments and results of each inner operator, declared once, as the fields of a class (call.py)."""
 
 import types
 from operator import attrgetter
@@ -21,16 +21,7 @@ from ..math.sparse_gradient import SparseGradient
 from ..math.support import Support
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import Nothing, RowObjective
-from .call import Arguments
-from .results import (
-    ZERO_COLUMN,
-    Result,
-    class_index,
-    gradients,
-    scalar,
-    token,
-    topk,
-)
+from .call import ZERO_COLUMN, Arguments, Result, class_index, gradients, scalar, token, topk
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias

@@ -1,5 +1,7 @@
 """Checks of the flattened operands that the inner operators share. Errors name the argument.
 
+Also checks of main_grad, a buffer to which a GEMM must be able to add, and of a sparse gradient's options.
+
 Each message says which argument, what was expected, what came, and what to do if that is not obvious. Nothing here
 reads tensor data. The kernels check the range of `target` (flce_ops/support/target_range.py).
 """
@@ -7,10 +9,11 @@ reads tensor data. The kernels check the range of `target` (flce_ops/support/tar
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
-from ..math.options import Operands
+from ..math.options import Operands, accumulation_dtype
 from ..math.reduction import Reduction
+from ..math.sparse_gradient import MODES, OPERANDS, SparseGradient
 from ..support.holes import refuse_hole
 
 # N tokens, D hidden, V vocabulary
@@ -217,3 +220,74 @@ def check_per_target(op: str, target: Tensor, **tensors: Tensor | None) -> None:
             raise ValueError(
                 f"{op}: expected {name} of target's shape {tuple(target.shape)}, got {tuple(tensor.shape)}"
             )
+
+
+def check_main_grad(op: str, operands: Operands, main_grad: Tensor | None) -> None:
+    if main_grad is None:
+        return
+    linear_weight = operands.linear_weight
+    check_dense(op, main_grad=main_grad)
+    if main_grad.shape != linear_weight.shape or not main_grad.is_contiguous():
+        raise ValueError(
+            f"{op}: expected main_grad contiguous and of linear_weight's shape {tuple(linear_weight.shape)}, got shape "
+            f"{tuple(main_grad.shape)} with strides {main_grad.stride()}"
+        )
+    dtype, accumulate = linear_weight.dtype, accumulation_dtype(linear_weight.dtype)
+    if main_grad.dtype not in (dtype, accumulate):
+        either = "" if dtype == accumulate else f" or linear_weight's dtype {dtype}"
+        raise TypeError(f"{op}: expected main_grad in {accumulate}{either}, got {main_grad.dtype}")
+    if main_grad.device != linear_weight.device:
+        raise ValueError(
+            f"{op}: expected main_grad on linear_weight's device {linear_weight.device}, got {main_grad.device}"
+        )
+    for name in ("input", "linear_weight", "linear_bias"):
+        operand = getattr(operands, name)
+        if operand is not None and overlap(main_grad, operand):
+            raise ValueError(f"{op}: expected main_grad in memory of its own, got memory that {name} shares")
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory ranges of two tensors overlap. Works for fake tensors, too."""
+    if not one.numel() or not other.numel() or one.untyped_storage() is not other.untyped_storage():
+        return False
+    (first, stop), (other_first, other_stop) = extent(one), extent(other)
+    return first < other_stop and other_first < stop
+
+
+def extent(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
+    """The first byte in its storage, and one past the last."""
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def check_sparse_options(op: str, sparse: SparseGradient) -> None:
+    """Checks the options, whether a gradient is wanted or not."""
+    threshold = sparse.gradient_threshold
+    if not 0.0 <= threshold < 1.0:
+        raise ValueError(f"{op}: expected gradient_threshold in [0, 1), got {threshold}")
+    for name, known in (("gradient_mode", MODES), ("gradient_sparse", OPERANDS)):
+        value = getattr(sparse, name)
+        if value not in known:
+            raise ValueError(f"{op}: expected {name} to be one of {', '.join(known)}, got {value!r}")
+
+
+def check_sparse(op: str, sparse: SparseGradient, input: Tensor) -> None:
+    """Checks the options for an operator that makes gradients."""
+    check_sparse_options(op, sparse)
+    if not sparse.gradient_threshold:
+        return
+    seed = sparse.gradient_seed
+    if sparse.gradient_mode == "unbiased":
+        if seed is None:
+            raise ValueError(
+                f"{op}: gradient_mode='unbiased' expects gradient_seed, a 0-d int64 tensor on input's device that is "
+                "another one in every step; got None"
+            )
+        if seed.dim() != 0 or seed.dtype != torch.int64:
+            raise ValueError(
+                f"{op}: expected gradient_seed to be a 0-d tensor in torch.int64, got {tuple(seed.shape)} in "
+                f"{seed.dtype}"
+            )
+        check_device(op, input, gradient_seed=seed)
+    if input.dtype == torch.float16:
+        refuse_hole(op, "float16")

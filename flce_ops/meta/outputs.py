@@ -13,31 +13,29 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands
-from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands
-from ..math.precision import accumulation_dtype
+from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..math.support import Support
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import kl_div_checks
 from .arguments import BackwardInPlace, GradGrads, LowRankWithGrad, RowOperands, VocabParallelWithGrad
-from .call import Arguments
+from .call import Arguments, Result
 from .checks import (
     SUPPORTED_DTYPES,
     check_denominator,
     check_dense,
     check_device,
     check_linear,
+    check_main_grad,
     check_operands,
     check_per_class,
     check_per_row,
     check_per_target,
+    check_sparse,
     check_target_dtype,
     refuse_dtype,
 )
-from .main_grad import check_main_grad
-from .results import Result
-from .sparse_checks import check_sparse
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
 

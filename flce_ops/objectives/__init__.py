@@ -6,7 +6,7 @@ policy.py                   the loss of a token under a policy: PPO, CISPO, KL e
 given_slopes.py             cotangents that backward receives, as slopes
 class_probabilities.py      targets that are distributions: a divergence minus a constant
 divergence.py               divergences, defined by entry: forward and reverse KL, Jensen-Shannon, total variation
-language.py, in_triton.py   the operations that these functions may use, for tensors and for kernels
+in_triton.py                the operations that these functions may use, for kernels
 """
 
 import importlib

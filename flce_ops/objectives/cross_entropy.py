@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.log_probs import surprisal
-from ..math.options import OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
+from ..math.options import LogitNumbers, OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
 from ..math.reduction import class_weight_of
-from .language import RowFunction, constant, number, times
-from .row import RowObjective
+from ..math.statistics import surprisal
+from .row import RowFunction, RowObjective, constant, number, times
 
 # N tokens, K classes of each, V vocabulary
 
@@ -50,13 +49,13 @@ class LossOptions(NamedTuple):
 NUMBERS = numbers_of(LossOptions)
 
 
-def loss_options(numbers: LossNumbers, like: Tensor) -> LossOptions:
-    """A number at its default becomes None, which leaves out its term of the loss."""
+def loss_options(numbers: LossNumbers | LogitNumbers, like: Tensor) -> LossOptions:
+    """A number at its default, as all of LogitNumbers are, becomes None, which leaves out its term of the loss."""
     options: list[Any] = []
     for name in LossOptions._fields:
-        value = getattr(numbers, name)
-        is_number = name in NUMBERS
-        options.append(scalar_unless(LossNumbers._field_defaults[name], value, like) if is_number else value)
+        default = LossNumbers._field_defaults[name]
+        value = getattr(numbers, name, default)
+        options.append(scalar_unless(default, value, like) if name in NUMBERS else value)
     return LossOptions(*options)
 
 

@@ -2,8 +2,7 @@
 for any loss.
 """
 
-from .language import RowFunction, of_tokens, where
-from .row import RowObjective
+from .row import RowFunction, RowObjective, of_tokens, where
 
 
 class GivenSlopes(RowObjective):

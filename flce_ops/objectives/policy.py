@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from ..math.options import OptionalScalar, Ranges, Scalar, scalar, scalar_unless
-from .language import RowFunction, clamp, constant, exp, expm1, number, of_tokens, where
-from .row import RowObjective
+from .row import RowFunction, RowObjective, clamp, constant, exp, expm1, number, of_tokens, where
 
 # N tokens, D hidden, V vocabulary
 

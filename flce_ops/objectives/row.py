@@ -11,10 +11,16 @@ logit_sum_i is sum_j w_j (z_ij - lse_i), in which lse_i counts as a constant: it
 is the scale of the row. of_target is linear in `weight`. `weight` is the class weight of the target; with soft targets,
 multiplied by the class's weight q_k for the token.
 
-An objective is a class with two RowFunctions (language.py). ATen calls them on tensors, and Triton kernels on a block
-of rows. Their inputs are the fields of RowNumbers.
+An objective is a class with two RowFunctions. ATen calls them on tensors, and Triton kernels on a block
+of rows. Their inputs are the fields of RowNumbers. A RowFunction is written once, in the words that this file defines
+for tensors and in_triton.py for kernels:
+
+@RowFunction
+def of_target(surprisal, ...):      of_target(...)     on tensors
+    return exp(-surprisal), ...     of_target.jit      the same source with the words of a kernel, for Triton
 """
 
+import types
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -22,9 +28,68 @@ from torch import Tensor
 
 from ..math.options import Cotangents, Ranges, changed, scalar
 from ..math.topk import beside_topk
-from .language import RowFunction, times
 
 # N tokens, K classes of each
+
+
+exp, expm1, log, where = torch.exp, torch.expm1, torch.log, torch.where
+
+
+def clamp(values: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """Clamps values; nan stays nan."""
+    return values.clamp(lowest, highest)
+
+
+def constant(values: Tensor) -> Tensor:
+    """The values without a derivative."""
+    return values.detach()
+
+
+def number(value: Tensor | None, otherwise: float) -> Tensor | float:
+    """The number of an option, which a kernel reads from memory."""
+    return otherwise if value is None else value
+
+
+def of_tokens(values: Tensor, at: Any) -> Tensor:
+    """A number for each token. A kernel reads it at its tokens, `at`."""
+    return values
+
+
+def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
+    """factor * values. If either is the number 1, no operation runs, because for small tensors the overhead of a launch
+    dominates.
+    """
+    if isinstance(factor, float) and factor == 1.0:
+        return values
+    return factor if isinstance(values, float) and values == 1.0 else factor * values
+
+
+WORDS = ("exp", "expm1", "log", "where", "clamp", "constant", "number", "of_tokens", "times")
+
+
+class RowFunction:
+    words: ClassVar[dict[str, str]] = {word: word for word in WORDS}  # words and their names in in_triton.py
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._jit: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self.source(*args)
+
+    @property
+    def jit(self) -> Any:
+        if self._jit is None:  # not before the first use: only code that runs kernels imports Triton
+            import triton
+
+            from . import in_triton
+
+            source = self.source
+            words = {word: getattr(in_triton, name) for word, name in (("tl", "tl"), *self.words.items())}
+            function = types.FunctionType(source.__code__, {**source.__globals__, **words}, source.__name__)
+            function.__module__, function.__qualname__ = source.__module__, source.__qualname__
+            self._jit = triton.jit(function)
+        return self._jit
 
 
 class RowNumbers(NamedTuple):
@@ -49,7 +114,7 @@ class RowObjective(RowNumbers):
     bounded: ClassVar[bool] = False  # if the slope is 0, the gradient is 0, even if the loss is divided by 0
     of_target: ClassVar[RowFunction]
 
-    # for an objective with its own operators, a loss of log-probabilities: flce_ops/entry/row_loss.py
+    # for an objective with its own operators, a loss of log-probabilities: flce_ops/entry/log_probs.py
     name: ClassVar[str] = ""  # the operator's name, such as linear_policy_loss
     tokens_of: ClassVar[Any] = Nothing  # the class of `tokens`, which are constants, in the order of the schema
     numbers: ClassVar[Any] = Nothing  # the class of the user's numbers, with their defaults

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..aten.backward_tangent import Direction, backward_tangent
+from ..aten.second_order import backward_tangent
 from ..math.options import Cotangents
 from ..meta.arguments import Backward, BackwardInPlace, DoubleBackward, Forward, GradGrads
 from ..support.holes import refuse_hole
@@ -29,8 +29,7 @@ from .function import (
     wanted,
     where_wanted,
 )
-from .paths import choice_of
-from .saved_logits import saved_rows
+from .paths import choice_of, saved_rows
 
 # N tokens, D hidden, V vocabulary
 
@@ -154,5 +153,5 @@ class DoubleBackwardFunction(OperatorFunction):
         if others or torch.is_grad_enabled():
             refuse_hole(cls.called(), "third")
         call.choice = choice_of(DoubleBackward.op, facts_of(call))
-        changes = backward_tangent(Direction(*direction), call)
+        changes = backward_tangent(call, direction)
         return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

@@ -170,7 +170,7 @@ class OperatorFunction(Function):
     def kernel(cls, op: torch._ops.OpOverload) -> Callable:
         """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
         arguments = cls.arguments
-        # gradients of numbers go through flce_ops/entry/learnt_scale.py and row_scale instead
+        # gradients of numbers go through flce_ops/entry/token_temperature.py and row_scale instead
         constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 

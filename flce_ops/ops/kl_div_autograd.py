@@ -65,7 +65,7 @@ class WithGradFunction(KlDivFunction, MadeInForward):
     @classmethod
     def for_backward(cls, ctx, call, results):
         """Drops the arguments that only forward reads, so that they are not kept until backward. Drops input, too, if
-        `leaf` can be a parameter (grad_output.py).
+        `leaf` can be a parameter (made_in_forward.py).
         """
         call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
         call.row_scale = None

@@ -1,6 +1,6 @@
 """Which path runs, and why: the first row of a table whose conditions all hold.
 
-    LOSS              how a scalar loss makes its gradients          entry/cross_entropy.py, distributed/one_pass.py
+    LOSS              how a scalar loss makes its gradients          entry/, distributed/vocab_parallel.py
     SAVE_LOGITS       whether backward is given logits of forward    ops/autograd.py
     KERNELS           what computes an inner operator                ops/registration.py
     facts -> conditions, by name -> path -> ".module:function" of its kernel, imported when it first runs
@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from ..math.options import LowRankOperands
-from ..meta.arguments import ROW_LOSSES
+from ..math.shards import shard_rows
+from ..meta import saved_columns
+from ..meta.arguments import ROW_LOSSES, Backward, BackwardInPlace, Forward
+from ..meta.call import Arguments
 from ..support.path import Choice
 from ..support.table import Condition, Path, choose
 from ..support.vendor import made_by_nvidia
+from ..support.workspace import rows_to_retain
 from .call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
 
 PACKAGE = __package__.rpartition(".")[0]  # the package of the modules in the tables; its name may differ
@@ -248,3 +252,42 @@ def path_of_pair(operands: LowRankOperands, **known) -> str:
 def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
     """How a scalar loss of given logits makes their gradient."""
     return choose(LOSS["a scalar loss of given logits"], given_logits_facts(logits, handed_over)).name
+
+
+def saved_rows(call: Forward) -> int:
+    """Rows whose logits the forward operator saves, if a gradient may be requested."""
+    input, linear_weight, _, linear_bias, _ = call.operands
+    facts = loss_facts(input, linear_weight, linear_bias)._replace(
+        one_class=linear_weight.shape[0] == 1,
+        softcap=call.logits.softcap is not None,
+        topk=call.operands.target.dim() == 2,
+        sparse=call.sparse.gradient_threshold != 0.0,
+    )
+    # as many on every rank
+    num_classes = linear_weight.shape[0] if call.ranks == 1 else shard_rows(call.num_classes, call.ranks)
+    return rows_to_save(facts, input.shape[0], num_classes)
+
+
+def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
+    """For last_path(): how many rows are saved, or which condition prevents saving."""
+    if isinstance(call, Forward) and call.retain:
+        rows = call.retain
+    elif isinstance(call, Backward):
+        rows = 0 if call.retained is None else call.retained.shape[0]
+    else:
+        return ()
+    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens saved"
+    if isinstance(call, BackwardInPlace):
+        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
+    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_SAVED) if not c.holds(choice.facts)]
+    return (f"{note} (expects {', '.join(expected)})" if expected else note,)
+
+
+def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
+    """The number of rows. If N is symbolic, this is an expression of N. The bytes that set_workspace allows are a
+    constant in it.
+    """
+    (paths,) = SAVE_LOGITS.values()
+    if choose(paths, facts).name == "recompute":
+        return 0
+    return torch.sym_min(tokens, rows_to_retain(saved_columns(num_classes, facts.dtype)))

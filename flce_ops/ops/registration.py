@@ -12,7 +12,7 @@
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, for policy losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
     flce::cross_entropy_with_grad_               writes the gradient over the logits
-    flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: grad_output.py
+    flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: made_in_forward.py
 
 All have the same layout of dispatch keys:
 
@@ -49,10 +49,10 @@ from . import (
 from .autocast import autocast_kernel
 from .call_facts import facts_of
 from .function import OperatorFunction
-from .grad_output import MULTIPLY, multiply, multiply_in_place
-from .library import library
-from .made_in_forward import MadeInForward
-from .saved_logits import saved_notes
+from .made_in_forward import MULTIPLY, MadeInForward, multiply, multiply_in_place
+from .paths import saved_notes
+
+library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "DEF")
 
 FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.ForwardFunction,
@@ -80,7 +80,7 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {function.arguments.op: Operator(function.arguments, function) for function in FUNCTIONS}
-# Its autograd Function is in flce_ops/distributed/one_pass.py, because it needs the mesh.
+# Its autograd Function is in flce_ops/distributed/vocab_parallel.py, because it needs the mesh.
 OPERATORS[VocabParallelWithGrad.op] = Operator(VocabParallelWithGrad)
 
 for _name, (_arguments, _) in OPERATORS.items():

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..math.log_probs import log_probs_of_targets, surprisal
-from ..math.options import Operands, Statistics, changed
-from ..math.precision import accumulation_dtype
+from ..math.options import Operands, Statistics, accumulation_dtype, changed
 from ..math.reduction import Reduction
-from ..math.statistics import asked_of_rows, statistics_of_forward
+from ..math.statistics import asked_of_rows, log_probs_of_targets, statistics_of_forward, surprisal
 from ..math.topk import tokens_that_count
 from ..meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from ..meta.checks import check_constants

@@ -13,8 +13,7 @@ from ..aten.gradients import rows_beside_gradients, sums_in_float32
 from ..math.shards import shard_rows
 from ..meta import saved_columns
 from ..ops.call_facts import CallFacts
-from ..ops.paths import KERNELS, LOSS
-from ..ops.saved_logits import rows_to_save
+from ..ops.paths import KERNELS, LOSS, rows_to_save
 from ..support.table import choose
 from ..support.workspace import matrix_bytes
 

@@ -5,10 +5,8 @@ table.py, path.py         a table of paths; which path ran and why
 running.py                the operator call that this thread runs
 target_range.py           a class index outside the vocabulary is an error
 holes.py                  what is not implemented, with the error texts
-readable.py               layouts of matrices that BLAS reads without a copy
-quantized.py              slices of quantized weights
-exchange.py, dtensor.py   collectives inside an operator; whether DTensors are among the arguments
-rank_check.py             FLCE_CHECK_RANKS=1: finds arguments that differ between the ranks of DTensors
+exchange.py               collectives inside an operator
+rank_check.py             finds DTensors among the arguments, and (FLCE_CHECK_RANKS=1) what differs between their ranks
 versions.py               the oldest torch and Triton; older ones are refused by name
 vendor.py                 the GPU's vendor; the GPU for which kernels are compiled ahead
 torch_private.py          every private name of torch that is used

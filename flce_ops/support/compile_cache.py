@@ -36,7 +36,7 @@ def keyed(fake: Callable) -> Callable:
     """Wraps an operator's fake kernel: it also adds this package to the cache key of the graph that is being compiled.
 
     The key also contains the bytes that saved logits may take, because a graph computes its number of saved rows from
-    them (flce_ops/ops/saved_logits.py).
+    them (flce_ops/ops/paths.py).
     """
 
     @functools.wraps(fake)

@@ -1,4 +1,5 @@
-"""FLCE_CHECK_RANKS=1: a call on DTensors first compares its arguments between the ranks of their mesh.
+"""Whether DTensors are among the arguments. FLCE_CHECK_RANKS=1: a call on DTensors first compares its arguments between
+the ranks of their mesh.
 
 If a reduction or softcap differed between ranks, they would combine numbers of different losses without an error. If
 requires_grad or the workspace differed, ranks would send different things and wait for each other for ever. The check
@@ -9,17 +10,27 @@ Without it nothing is sent.
 import ctypes
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dtensor import any_dtensor
 from .workspace import get_retained, get_workspace
 
 ENABLED = os.environ.get("FLCE_CHECK_RANKS", "0") not in ("", "0")
 COMPARED_BYTES = 16 << 20  # values of a tensor that every rank holds are compared up to this size
+
+
+def any_dtensor(*tensors: Tensor | None) -> bool:
+    """Does not import torch.distributed.tensor for users without DTensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None:
+        for tensor in tensors:
+            if isinstance(tensor, module.DTensor):
+                return True
+    return False
 
 
 def check_ranks(op: str, arguments: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from flce_ops.meta.arguments import Forward
-from flce_ops.ops import autograd, saved_logits
+from flce_ops.ops import autograd, paths
 from flce_ops.ops.call_facts import facts_of
 from flce_ops.ops.paths import KERNELS, function
 from flce_ops.ops.registration import OPERATORS
@@ -35,7 +35,7 @@ def kernel(name: str) -> Callable:
 
 def saved_rows(call: Forward) -> int:
     half = call.operands.input.dtype == torch.float16
-    return saved_logits.saved_rows(call) if half and call.logits.softcap is None else 0
+    return paths.saved_rows(call) if half and call.logits.softcap is None else 0
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ import flce_ops
 from benchmarks.batch_invariance import ASKED, bits, callings, divergences, draw_pool, log_probs, walk
 from benchmarks.shapes import Shape
 from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS, chunk_product, cut
-from flce_ops.math.log_probs import log_probs_of_targets
+from flce_ops.math.statistics import log_probs_of_targets
 from flce_ops.triton import launch_forward, launch_with_grad
 from flce_ops.triton.steps.with_grad import launch_policy_with_grad
 

@@ -20,8 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flce_ops.math.options import Scalar
-from flce_ops.objectives.language import RowFunction, exp, number
-from flce_ops.objectives.row import RowObjective
+from flce_ops.objectives.row import RowFunction, RowObjective, exp, number
 
 
 class AlphaNumbers(NamedTuple):

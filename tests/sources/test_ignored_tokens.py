@@ -216,7 +216,7 @@ def as_on_a_gpu(monkeypatch):
         else:
             valid_tokens.with_zeroed_rows(body, call, results, fills, ~valid, *direction)
 
-    names = "valid_tokens backward_tangent cross_entropy"
+    names = "valid_tokens second_order cross_entropy"
     for name in names.split():
         module = __import__(f"flce_ops.aten.{name}", fromlist=["_"])
         monkeypatch.setattr(sys.modules[module.__name__], "on_valid_tokens", on_all_tokens)

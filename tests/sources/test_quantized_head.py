@@ -12,7 +12,7 @@ from test_tensor_kinds import Quantized
 from torch import nn
 
 import flce_ops
-from flce_ops.support.quantized import QuantizedHead
+from flce_ops.distributed.class_slices import QuantizedHead
 
 N, D, V = 37, 64, 1021
 

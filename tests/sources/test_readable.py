@@ -12,7 +12,7 @@ from test_layouts import MATRIX_LAYOUTS, strided
 from test_memory import SMALL_CHANGE, MiB, peak_of, peak_on_cpu, results
 
 import flce_ops
-from flce_ops.support.readable import copy_bytes, readable, readable_columns, readable_rows
+from flce_ops.aten.chunks import copy_bytes, readable, readable_columns, readable_rows
 
 
 @pytest.mark.parametrize("layout", ["contiguous", *MATRIX_LAYOUTS])

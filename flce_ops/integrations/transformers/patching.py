@@ -7,9 +7,9 @@ from typing import TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...entry.argument_types import typed
 from ...entry.arguments import check_ranges
 from ...entry.metrics import NAMES, checked_names
+from ...functional.public import typed
 from ..sparse_options import check_threshold
 from .definition import NotUnderstood
 from .forward import (

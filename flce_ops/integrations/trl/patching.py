@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ...entry.argument_types import typed
+from ...functional.public import typed
 from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
 from ..places import Place, Replacements
 from ..sparse_options import check_threshold

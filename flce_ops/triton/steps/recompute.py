@@ -8,9 +8,8 @@ this path.
 import torch
 
 from ... import meta
-from ...math.log_probs import surprisal
 from ...math.options import Cotangents
-from ...math.statistics import asked_of_forward, statistics_of_forward
+from ...math.statistics import asked_of_forward, statistics_of_forward, surprisal
 from ...math.topk import beside_topk
 from ...meta.arguments import Backward, Forward, WithGrad
 from ..gemm.weight_gradient import WeightGradient
