@@ -33,7 +33,7 @@ from ...meta.call import Arguments
 from ...support.torch_private import UncompiledDispatchMode
 from ...support.vendor import compiling
 from ...support.workspace import get_workspace
-from .ahead import compile_first
+from .ahead import compile_first, compile_later
 from .driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
 from .launch_graphs import LaunchGraphs
 
@@ -85,21 +85,20 @@ def Kernel(function: Any) -> Any:
     kernel = triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
     if not hasattr(kernel, "params"):  # the kernel runs in the interpreter
         return kernel
-    launch = kernel.run
+    launch, jitted = kernel.run, type(kernel)
 
     def run(*args: Any, **options: Any) -> Any:
         ahead = compiling.get()
         if ahead is None:
             return launch(*args, **options)
         ahead.launches += 1
-        future = launch(*args, **(options | {"warmup": True}))
-        if isinstance(future, triton.FutureKernel) and future not in ahead.kernels:
-            ahead.kernels[future] = kernel.__name__
-            # the next launch with the same constants finds the future in Triton's cache
-            future.finalize_compile(future)
-        return future
+        return launch(*args, **(options | {"warmup": True}))
 
-    kernel.run = run
+    def compile_now_or_later(key: Hashable, signature: Any, device: int, *others: Any, **options: Any) -> Any:
+        compile_it = functools.partial(jitted._do_compile, kernel, key, signature, device, *others, **options)
+        return compile_it() if compiling.get() is None else compile_later(kernel, key, device, compile_it)
+
+    kernel.run, kernel._do_compile = run, compile_now_or_later
     return kernel
 
 
