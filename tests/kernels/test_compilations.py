@@ -196,7 +196,7 @@ class OnGpu:
         from flce_ops.support.vendor import H200
         from flce_ops.triton.launch import ahead, replay
 
-        self.compiled, self.capturing, self.cached = [], False, False
+        self.compiled, self.capturing, self.cached = [], False, None
         facts = paths.CallFacts("cuda", torch.float32)
 
         def choice_of(name, call):
@@ -207,7 +207,7 @@ class OnGpu:
             return self.compile(trace)
 
         class Done:
-            get_file = staticmethod(lambda name: self.cached or None)
+            get_file = staticmethod(lambda name: self.cached)
             put = staticmethod(lambda *_, **__: setattr(self, "marked", True))
 
         self.marked, self.compile = False, lambda trace: (1, [])
@@ -248,10 +248,16 @@ def test_a_head_is_compiled_ahead_once_at_its_first_call(gpu):
     assert len(gpu.compiled) == 2
 
 
-def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu):
-    gpu.cached = True
+def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu, tmp_path, monkeypatch):
+    """The hashes of their sources, which Triton's keys contain, come from that process, too."""
+    from flce_ops.triton.launch import ahead
+
+    known = []
+    monkeypatch.setattr(ahead, "know_hashes", known.append)
+    gpu.cached = tmp_path / "mark"
+    gpu.cached.write_text('{"a kernel": "its hash"}')
     gpu.step(7)
-    assert not gpu.compiled and not gpu.marked
+    assert not gpu.compiled and not gpu.marked and known == [{"a kernel": "its hash"}]
 
 
 def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward_too(gpu, monkeypatch):

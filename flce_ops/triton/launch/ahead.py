@@ -1,20 +1,21 @@
 """Compiling ahead: before its first launch, a call compiles every kernel that it can launch for any N, in parallel.
 
     run the call on meta tensors, for each N of TOKENS      The launcher branches as usual. Each launch only notes which
-                                                            kernel to compile: 0.4 s. Once.py's threads run beside it.
+                                                            kernel to compile: 0.4 s. Triton's digest is made beside it.
     if a gradient is wanted, also the calls of backward     All cotangents are assumed to be there.
     threads compile the kernels                             In parallel: Triton releases the GIL in MLIR and LLVM, and
                                                             ptxas is a process. Making Triton's IR holds the GIL: 0.8
                                                             of the 16 s that 23 kernels take an H200's host. So the IR
                                                             of the kernels that LLVM takes longest for is made first.
     and load them                                           onto the device, if there is one
-    a file in Triton's cache says that they are compiled     a later process reads the kernels from the cache
+    a file in Triton's cache says that they are compiled     A later process reads the kernels from the cache.
 
 replay.py calls it for a new kind of call; flce_ops/warmup does the same without a call.
 """
 
 import functools
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ from ...support.torch_private import UncompiledDispatchMode
 from ...support.vendor import Chip, Compiling, compiling
 from ...support.workspace import get_retained, get_workspace, rows_to_retain
 from ..gemm.device import chip_of
-from .once import wait_for_triton
+from .once import wait_for_driver, wait_for_triton
+from .sources import hashes, know_hashes
 
 logger = logging.getLogger("flce_ops")
 
@@ -57,7 +60,7 @@ aten = torch.ops.aten
 WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # pointwise operators that lack torch.Tag.pointwise
 EXTREMES = (aten.amax.default, aten.amin.default)
 COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.bitwise_not.default)
-DONE = "flce_ops_compiled_ahead"  # name of a file in Triton's cache
+DONE = "flce_ops_compiled_ahead.json"  # name of a file in Triton's cache; it holds the hashes of sources
 THREADS = 2 * len(os.sched_getaffinity(0))  # half of them wait: for the GIL, or for ptxas and gcc
 # The kernels that take longest to compile. The others take 0.3 to 0.6 s beside each other.
 LONGEST = ("overflow_rows_kernel", "logits_gemm_kernel", "input_gradient_kernel", "weight_gradient_kernel")
@@ -96,7 +99,9 @@ def compile_first() -> None:
         heads.update(compiling.get().heads)
 
     try:
-        if mark_of(head).get_file(DONE) is not None:
+        compiled_before = mark_of(head).get_file(DONE)
+        if compiled_before is not None:
+            know_hashes(json.loads(Path(compiled_before).read_text()))
             wait_for_triton()
             return
         _, failed = compile_side_by_side(chip_of(device), call.op, trace_all, device)
@@ -104,7 +109,7 @@ def compile_first() -> None:
         if not failed:
             with suppress(OSError):  # the cache may be read-only
                 for head in heads:
-                    mark_of(head).put("", DONE, binary=False)
+                    mark_of(head).put(json.dumps(hashes()), DONE, binary=False)
     except Exception as error:  # the call continues as it would have without this
         failed = [("what is still missing", error)]
     for name, why in failed:  # if the call needs the kernel, its launch raises the error
@@ -126,8 +131,9 @@ def compile_side_by_side(
 
     kernels: list[Waiting] = ahead.kernels
     try:
+        wait_for_driver()
         copy_context().run(trace_alone)
-        wait_for_triton()  # until here Triton's threads ran beside this one
+        wait_for_triton()  # until here Triton's digest was made beside
         kernels.sort(key=lambda kernel: LONGEST.index(kernel.name) if kernel.name in LONGEST else len(LONGEST))
         with without_texts(), ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(functools.partial(Waiting.compile_and_load, device=device), kernels))

@@ -53,13 +53,21 @@ def make_driver() -> None:
         import triton.experimental.gluon.nvidia.hopper  # noqa: F401
 
 
-_threads = [threading.Thread(target=work, daemon=True) for work in (know_triton, make_driver)]
+_digest, _driver = (threading.Thread(target=work, daemon=True) for work in (know_triton, make_driver))
 if torch.cuda.is_initialized():
-    for _thread in _threads:
+    for _thread in (_digest, _driver):
         _thread.start()
 
 
+def wait_for_driver() -> None:
+    wait_for(_driver)
+
+
 def wait_for_triton() -> None:
-    for thread in _threads:
+    wait_for(_digest, _driver)
+
+
+def wait_for(*threads: threading.Thread) -> None:
+    for thread in threads:
         if thread.ident is not None:  # it was started
             thread.join()
