@@ -18,7 +18,7 @@ inspect.getsourcelines = lambda function: calls.append(function) or from_inspect
 for module in pkgutil.walk_packages(flce_ops.triton.__path__, "flce_ops.triton."):
     importlib.import_module(module.name)
 functions = dict(sources.jitted())
-others = [name for name, function in functions.items() if sources.source_lines(function.fn) != from_inspect(function.fn)]
+others = [name for name, made in functions.items() if sources.source_lines(made.fn) != from_inspect(made.fn)]
 read = [function.raw_src == from_inspect(function.fn)[0] for function in functions.values()]
 
 for function in functions.values():

@@ -36,7 +36,7 @@ def source_lines(function: Callable) -> tuple[list[str], int]:
 
 def last_line(code: CodeType) -> int | None:
     """None if the code has no positions: before Python 3.11, or by Python's option no_debug_ranges."""
-    positions = getattr(code, "co_positions", tuple)()
+    positions: Any = getattr(code, "co_positions", tuple)()
     ends = [end for _, end, column, _ in positions if column is not None and end is not None]
     inner = [last_line(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return None if not ends or None in inner else max([*ends, *filter(None, inner)])
