@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_STORE_BINARY_ONLY"] = "0"  # the PTX tells whether a product is tcgen05's
 
 import torch
 import triton

@@ -38,6 +38,11 @@ def without_autocast(device_type: str):
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
+def current_stream(device: int) -> int:
+    """The handle of the current stream. torch.cuda.current_stream makes an object of it first."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 def forward_mode_is_active() -> bool:
     """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent."""
     return forward_ad._current_level >= 0

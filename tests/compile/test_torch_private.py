@@ -33,6 +33,14 @@ def test_without_autocast_skips_the_cast(device_type):
             assert (x @ x).dtype == torch.float32
 
 
+@pytest.mark.gpu
+def test_current_stream_is_that_of_the_device():
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert torch_private.current_stream(side.device_index) == side.cuda_stream
+    assert torch_private.current_stream(side.device_index) == torch.cuda.current_stream().cuda_stream
+
+
 def test_functorch_is_active_only_inside_a_transform():
     seen = []
 

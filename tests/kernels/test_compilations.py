@@ -5,6 +5,9 @@ nothing.
 """
 
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
 import pytest
@@ -84,20 +87,27 @@ COMPILE = """
 import logging, os, pathlib, sys, tempfile
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
+if sys.argv[1:]:
+    os.environ["TRITON_STORE_BINARY_ONLY"] = sys.argv[1]
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 import flce_ops
 count = flce_ops.warmup(1, 1000, function=flce_ops.cross_entropy, arch=90)
 assert len(list(pathlib.Path(folder).rglob("*.cubin"))) == count > 1
 assert flce_ops.last_path() is None
+print(len(list(pathlib.Path(folder).rglob("*.ptx"))), count, os.environ.get("TRITON_STORE_BINARY_ONLY"))
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="arch is that of the GPU")
-def test_kernels_are_compiled_into_tritons_cache_for_a_gpu_that_is_not_there():
-    done = run_script(COMPILE)
+@pytest.mark.parametrize("asked", [(), ("0",)])
+def test_kernels_are_compiled_into_tritons_cache_for_a_gpu_that_is_not_there(asked):
+    """The cache holds their PTX only if the user asks for it."""
+    done = run_script(COMPILE, *asked)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    line, counts = done.stdout.splitlines()
     assert "kernels of cross_entropy, 1 x 1000 in torch.bfloat16 compiled" in line
+    texts, kernels, asked_now = counts.split()
+    assert texts == (kernels if asked else "0") and asked_now == (asked[0] if asked else "None")
 
 
 IN_TURN = """
@@ -186,7 +196,7 @@ class OnGpu:
         from flce_ops.support.vendor import H200
         from flce_ops.triton.launch import ahead, replay
 
-        self.compiled, self.capturing, self.cached = [], False, False
+        self.compiled, self.capturing, self.cached = [], False, None
         facts = paths.CallFacts("cuda", torch.float32)
 
         def choice_of(name, call):
@@ -197,7 +207,7 @@ class OnGpu:
             return self.compile(trace)
 
         class Done:
-            get_file = staticmethod(lambda name: self.cached or None)
+            get_file = staticmethod(lambda name: self.cached)
             put = staticmethod(lambda *_, **__: setattr(self, "marked", True))
 
         self.marked, self.compile = False, lambda trace: (1, [])
@@ -238,10 +248,16 @@ def test_a_head_is_compiled_ahead_once_at_its_first_call(gpu):
     assert len(gpu.compiled) == 2
 
 
-def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu):
-    gpu.cached = True
+def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu, tmp_path, monkeypatch):
+    """The hashes of their sources, which Triton's keys contain, come from that process, too."""
+    from flce_ops.triton.launch import ahead
+
+    known = []
+    monkeypatch.setattr(ahead, "know_hashes", known.append)
+    gpu.cached = tmp_path / "mark"
+    gpu.cached.write_text('{"a kernel": "its hash"}')
     gpu.step(7)
-    assert not gpu.compiled and not gpu.marked
+    assert not gpu.compiled and not gpu.marked and known == [{"a kernel": "its hash"}]
 
 
 def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward_too(gpu, monkeypatch):
@@ -276,17 +292,120 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
     assert traced[2:] == ["linear_cross_entropy_forward"]
 
 
-def test_the_numbers_of_tokens_that_launch_most_kernels_are_traced_before_the_others():
-    from flce_ops.support.vendor import H200, Compiling, compiling
+@pytest.fixture
+def traced():
+    """Kernels that a trace asks for, by name. Each stands for a JITFunction, whose `compiled` are the names in turn."""
+    compiled = []
+
+    class Jitted:
+        ASTSource = type("ASTSource", (), {"make_ir": lambda self: None})
+
+        def __init__(self, name: str) -> None:
+            self.__name__, self.device_caches = name, {0: ({},)}
+
+        def compile(self) -> object:
+            compiled.append(self.__name__)
+            self.device_caches[0][0]["key"] = self
+            return self
+
+    return Jitted, compiled
+
+
+def test_kernels_are_compiled_after_all_numbers_of_tokens_are_traced_the_longest_first(traced, monkeypatch):
+    from flce_ops.support.vendor import H200
     from flce_ops.triton.launch import ahead
 
-    def trace():
-        traced.append(compiling.get().tokens)
+    jitted, compiled = traced
+    kernels = [jitted(name) for name in ("compact_tokens_kernel", "weight_gradient_kernel", "overflow_rows_kernel")]
+    stand_ins = []
 
-    traced = []
-    copy_context().run(ahead.compile_launched, None, Compiling(H200), trace)
-    first, others = traced
-    assert first + others == ahead.TOKENS and max(first) > 16384 and min(first) == 1 and len(first) < 4
+    def trace():
+        for kernel in kernels:
+            stand_ins.append(ahead.compile_later(kernel, "key", 0, kernel.compile))
+        assert not compiled and all(kernel.device_caches[0][0]["key"] is stand_in for kernel, stand_in in pairs())
+
+    def pairs():
+        return zip(kernels, stand_ins)
+
+    monkeypatch.setattr(ahead, "THREADS", 1)
+    assert ahead.compile_side_by_side(H200, "test", trace) == (3, [])
+    assert compiled == ["overflow_rows_kernel", "weight_gradient_kernel", "compact_tokens_kernel"]
+    assert all(stand_in.result() is kernel is kernel.device_caches[0][0]["key"] for kernel, stand_in in pairs())
+
+
+def test_a_kernel_that_waits_when_tracing_fails_is_forgotten(traced):
+    """Another thread that has met the kernel meanwhile gets the error instead of waiting for ever."""
+    from flce_ops.support.vendor import H200
+    from flce_ops.triton.launch import ahead
+
+    jitted, compiled = traced
+    kernel = jitted("sum_losses_kernel")
+    stand_ins = []
+
+    def trace():
+        stand_ins.append(ahead.compile_later(kernel, "key", 0, kernel.compile))
+        raise OSError("in the middle")
+
+    with pytest.raises(OSError, match="in the middle"):
+        ahead.compile_side_by_side(H200, "test", trace)
+    assert kernel.device_caches[0][0] == {} and not compiled
+    with pytest.raises(RuntimeError, match="has ended"):
+        stand_ins[0].result()
+
+
+def test_one_kernel_at_a_time_makes_its_ir():
+    from flce_ops.triton.launch.ahead import in_turn
+
+    class Source:
+        running = 0
+
+        def make_ir(self) -> None:
+            Source.running += 1
+            assert Source.running == 1
+            time.sleep(0.01)
+            Source.running -= 1
+
+    one = in_turn(Source)
+    assert in_turn(one) is one and issubclass(one, Source)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: one().make_ir(), range(4)))
+
+
+def test_tritons_digest_of_itself_is_kept_as_long_as_its_files_stay(tmp_path, monkeypatch):
+    from triton.runtime import cache
+
+    from flce_ops.triton.launch import once
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    file, digests = tmp_path / "triton" / "runtime" / "cache.py", []
+    file.parent.mkdir(parents=True)
+    monkeypatch.setattr(cache, "__file__", str(file))
+
+    def digest() -> str:
+        digests.append(file.read_text())
+        return digests[-1]
+
+    def key_of_a_new_process(text: str) -> str:
+        file.write_text(text)
+        monkeypatch.setattr(cache, "triton_key", digest)
+        once.know_triton()
+        return cache.triton_key()
+
+    assert key_of_a_new_process("1") == "1" and cache.triton_key is digest
+    times = file.stat()
+    digests.clear()
+    file.write_text("1")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    monkeypatch.setattr(cache, "triton_key", digest)
+    once.know_triton()
+    assert cache.triton_key() == "1" and not digests  # read from the cache
+    assert key_of_a_new_process("22") == "22" and digests
+
+
+def test_triton_reads_its_digest_where_it_is_replaced():
+    from triton.runtime import cache
+
+    assert "triton_key" in cache.get_cache_key.__code__.co_names and cache.get_cache_key.__globals__ is vars(cache)
 
 
 def test_nothing_is_compiled_ahead_while_a_graph_is_captured(gpu):

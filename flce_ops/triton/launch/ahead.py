@@ -1,26 +1,32 @@
 """Compiling ahead: before its first launch, a call compiles every kernel that it can launch for any N, in parallel.
 
-    run the call on meta tensors, for each N of TOKENS      The launcher branches as usual. Each launch only tells
-                                                            Triton which kernel to compile.
+    run the call on meta tensors, for each N of TOKENS      The launcher branches as usual. Each launch only notes which
+                                                            kernel to compile: 0.4 s. Triton's digest is made beside it.
     if a gradient is wanted, also the calls of backward     All cotangents are assumed to be there.
     threads compile the kernels                             In parallel: Triton releases the GIL in MLIR and LLVM, and
                                                             ptxas is a process. Making Triton's IR holds the GIL: 0.8
-                                                            of the 16 s that 23 kernels take an H200's host.
+                                                            of the 16 s that 23 kernels take an H200's host. So the IR
+                                                            of the kernels that LLVM takes longest for is made first.
     and load them                                           onto the device, if there is one
-    a file in Triton's cache says that they are compiled     a later process reads the kernels from the cache
+    a file in Triton's cache says that they are compiled     A later process reads the kernels from the cache.
 
 replay.py calls it for a new kind of call; flce_ops/warmup does the same without a call.
 """
 
+import functools
 import hashlib
+import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -34,14 +40,14 @@ from ...support.torch_private import UncompiledDispatchMode
 from ...support.vendor import Chip, Compiling, compiling
 from ...support.workspace import get_retained, get_workspace, rows_to_retain
 from ..gemm.device import chip_of
-from .once import wait_for_triton
+from .once import wait_for_driver, wait_for_triton
+from .sources import hashes, know_hashes
 
 logger = logging.getLogger("flce_ops")
 
 # These N give one chunk and several, few tokens and many. Nothing else that depends on N is a constant of a kernel.
 # tests/kernels/test_compilations.py compares them with random N.
 TOKENS = (65536, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))
-FIRST = 2  # these launch most of the kernels, so they are traced first, in forward and in backward
 ENOUGH_LAUNCHES = 300  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
@@ -54,8 +60,11 @@ aten = torch.ops.aten
 WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)  # pointwise operators that lack torch.Tag.pointwise
 EXTREMES = (aten.amax.default, aten.amin.default)
 COMPARISONS = (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.bitwise_not.default)
-DONE = "flce_ops_compiled_ahead"  # name of a file in Triton's cache
+DONE = "flce_ops_compiled_ahead.json"  # name of a file in Triton's cache; it holds the hashes of sources
 THREADS = 2 * len(os.sched_getaffinity(0))  # half of them wait: for the GIL, or for ptxas and gcc
+# The kernels that take longest to compile. The others take 0.3 to 0.6 s beside each other.
+LONGEST = ("overflow_rows_kernel", "logits_gemm_kernel", "input_gradient_kernel", "weight_gradient_kernel")
+TEXTS = "TRITON_STORE_BINARY_ONLY"  # "0": Triton's cache also gets the kernels' IR and PTX
 _heads: set[Hashable] = set()  # (device, head) whose kernels are compiled; head_of() makes the keys
 
 
@@ -90,16 +99,17 @@ def compile_first() -> None:
         heads.update(compiling.get().heads)
 
     try:
-        compiled_before = mark_of(head).get_file(DONE) is not None
-        wait_for_triton()  # until here Triton's threads ran beside this one
-        if compiled_before:
+        compiled_before = mark_of(head).get_file(DONE)
+        if compiled_before is not None:
+            know_hashes(json.loads(Path(compiled_before).read_text()))
+            wait_for_triton()
             return
         _, failed = compile_side_by_side(chip_of(device), call.op, trace_all, device)
         _heads.update((device, head) for head in heads)
         if not failed:
             with suppress(OSError):  # the cache may be read-only
                 for head in heads:
-                    mark_of(head).put("", DONE, binary=False)
+                    mark_of(head).put(json.dumps(hashes()), DONE, binary=False)
     except Exception as error:  # the call continues as it would have without this
         failed = [("what is still missing", error)]
     for name, why in failed:  # if the call needs the kernel, its launch raises the error
@@ -114,49 +124,101 @@ def compile_side_by_side(
     Returns their number, and the names and errors of those that failed.
     """
     start, ahead = time.perf_counter(), Compiling(chip)
+
+    def trace_alone() -> None:
+        compiling.set(ahead)
+        trace()
+
+    kernels: list[Waiting] = ahead.kernels
     try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            # in a context of its own, so that Triton's mode ends even after an error
-            copy_context().run(compile_launched, Tasks(pool, device), ahead, trace)
+        wait_for_driver()
+        copy_context().run(trace_alone)
+        wait_for_triton()  # until here Triton's digest was made beside
+        kernels.sort(key=lambda kernel: LONGEST.index(kernel.name) if kernel.name in LONGEST else len(LONGEST))
+        with without_texts(), ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(functools.partial(Waiting.compile_and_load, device=device), kernels))
     finally:
-        failed = [(name, future) for future, name in ahead.kernels.items() if future.kernel is None]
-        for _, future in failed:
-            future.finalize_compile(None)  # removes the kernel from Triton's cache, so a launch compiles it again
-    count, seconds = len(ahead.kernels) - len(failed), time.perf_counter() - start
+        for kernel in kernels:
+            kernel.give_up(RuntimeError("compiling ahead has ended"))
+    failed = [(kernel.name, error) for kernel in kernels if (error := kernel.future.exception()) is not None]
+    count, seconds = len(kernels) - len(failed), time.perf_counter() - start
     if count:
         logger.info("%d kernels of %s compiled, or read from Triton's cache, in %.1f s", count, what, seconds)
-    return count, [(name, future.future.exception()) for name, future in failed]
+    return count, failed
 
 
-def compile_launched(tasks: "Tasks", ahead: Compiling, trace: Callable[[], None]) -> None:
-    compiling.set(ahead)
-    with triton.AsyncCompileMode(tasks, ignore_errors=True):
-        for ahead.tokens in (TOKENS[:FIRST], TOKENS[FIRST:]):
-            trace()
+@dataclass(eq=False)
+class Waiting:
+    """A kernel that is to be compiled. Until it is, Triton's cache of loaded kernels holds `future`, which another
+    thread that launches the kernel waits for.
+    """
 
+    name: str
+    compile: Callable[[], Any]  # compiles the kernel, or reads it, and puts it into `cache`
+    cache: dict[Hashable, Any]  # Triton's, of the kernels of one device
+    key: Hashable
+    future: Future = field(default_factory=Future)
 
-class Tasks(NamedTuple):
-    """The executor that Triton's AsyncCompileMode submits compilations to."""
-
-    pool: ThreadPoolExecutor
-    device: torch.device | None
-
-    def submit(self, compile: Callable) -> Future:
-        return self.pool.submit(self.compile_and_load, compile)
-
-    def compile_and_load(self, compile: Callable) -> Any:
+    def compile_and_load(self, device: torch.device | None) -> None:
         """With Triton 3.6, loading a kernel also compiles its launcher in C."""
-        kernel = compile()
-        if self.device is not None:
-            with torch.cuda.device(self.device):  # the current device is per thread
-                kernel.run  # noqa: B018  loads it
-        return kernel
+        try:
+            kernel = self.compile()
+            if device is not None:
+                with torch.cuda.device(device):  # the current device is per thread
+                    kernel.run  # noqa: B018  loads it
+            self.future.set_result(kernel)
+        except Exception as error:
+            self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        if not self.future.done():
+            self.cache.pop(self.key, None)  # so a launch compiles the kernel again
+            self.future.set_exception(error)
+
+
+def compile_later(jitted: Any, key: Hashable, device: int, compile: Callable[[], Any]) -> Any:
+    """Notes a kernel that a traced launch asks for, and returns what stands for it."""
+    jitted.ASTSource = in_turn(jitted.ASTSource)
+    waiting = Waiting(jitted.__name__, compile, jitted.device_caches[device][0], key)
+    compiling.get().kernels.append(waiting)
+    waiting.cache[key] = stand_in = triton.FutureKernel(lambda kernel: None, waiting.future)
+    return stand_in
+
+
+_one_at_a_time = threading.Lock()
+
+
+@functools.cache
+def in_turn(source: type) -> type:
+    """Triton's ASTSource, of which one makes its IR at a time: threads that share the GIL would all end late."""
+    if hasattr(source, "one_at_a_time"):
+        return source
+
+    class Source(source):  # type: ignore[misc]
+        one_at_a_time = _one_at_a_time
+
+        def make_ir(self, *args: Any, **options: Any) -> Any:
+            with self.one_at_a_time:
+                return super().make_ir(*args, **options)
+
+    return Source
+
+
+@contextmanager
+def without_texts() -> Iterator[None]:
+    """Unless the user asks for them, Triton's cache gets no IR and PTX: printing them takes the GIL, and a later
+    process would read them all.
+    """
+    with triton.knobs.compilation.scope():
+        if TEXTS not in os.environ:
+            triton.knobs.compilation.store_binary_only = True
+        yield
 
 
 def trace(launch: Callable, call: Arguments) -> None:
     ahead, head = compiling.get(), head_of(call)
     ahead.heads.setdefault(head, max(TOKENS))
-    for tokens in ahead.tokens:
+    for tokens in TOKENS:
         if tokens > ahead.heads[head]:
             continue
         before = ahead.launches

@@ -30,10 +30,10 @@ import triton
 from torch import Tensor
 
 from ...meta.call import Arguments
-from ...support.torch_private import UncompiledDispatchMode
+from ...support.torch_private import UncompiledDispatchMode, current_stream
 from ...support.vendor import compiling
 from ...support.workspace import get_workspace
-from .ahead import compile_first
+from .ahead import compile_first, compile_later
 from .driver_launch import Capture, Cell, DriverLaunches, bind_context, capture_stream, driver
 from .launch_graphs import launch_graph, remember
 
@@ -59,7 +59,8 @@ VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
     *("B", "G", "K", "L", "P", "W", "depth_of_splits", "first_tile", "steps"),
 }
-INTERPRETED = triton.knobs.runtime.interpret  # Triton reads it when a kernel is defined
+KNOBS = triton.knobs.runtime
+INTERPRETED = KNOBS.interpret  # Triton reads it when a kernel is defined
 LARGE = 1 << 20  # from this size on, the caching allocator's blocks have about the requested size
 
 
@@ -85,21 +86,20 @@ def Kernel(function: Any) -> Any:
     kernel = triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
     if not hasattr(kernel, "params"):  # the kernel runs in the interpreter
         return kernel
-    launch = kernel.run
+    launch, jitted = kernel.run, type(kernel)
 
     def run(*args: Any, **options: Any) -> Any:
         ahead = compiling.get()
         if ahead is None:
             return launch(*args, **options)
         ahead.launches += 1
-        future = launch(*args, **(options | {"warmup": True}))
-        if isinstance(future, triton.FutureKernel) and future not in ahead.kernels:
-            ahead.kernels[future] = kernel.__name__
-            # the next launch with the same constants finds the future in Triton's cache
-            future.finalize_compile(future)
-        return future
+        return launch(*args, **(options | {"warmup": True}))
 
-    kernel.run = run
+    def compile_now_or_later(key: Hashable, signature: Any, device: int, *others: Any, **options: Any) -> Any:
+        compile_it = functools.partial(jitted._do_compile, kernel, key, signature, device, *others, **options)
+        return compile_it() if compiling.get() is None else compile_later(kernel, key, device, compile_it)
+
+    kernel.run, kernel._do_compile = run, compile_now_or_later
     return kernel
 
 
@@ -287,14 +287,9 @@ def watched() -> bool:
     """Whether something, such as a profiler, has asked Triton to be called at each launch. Repeated launches would
     bypass it.
     """
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
     # chains of calls; otherwise None, or one function
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def current_stream(device: int) -> int:
-    return triton.runtime.driver.active.get_current_stream(device)
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -310,11 +305,12 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
             features.append(value)
         elif isinstance(value, Tensor):
             tensors.append(value)
-            features.append((value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16))
+            features.append((value.dtype, value.shape, value.stride(), value.get_device(), value.data_ptr() % 16))
         elif isinstance(value, (list, tuple)):  # with a tuple, isinstance is three times as fast
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
-            describe([type(value), *value.values()], tensors, features)
+            features.append(type(value))
+            describe(value.values(), tensors, features)
         else:
             features.append(value)
