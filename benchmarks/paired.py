@@ -101,6 +101,9 @@ def serve(checkout: Path, device: torch.device) -> None:
 
     if device.type == "cpu":
         torch.set_num_threads(1)
+    def failed(_: str, failure: Exception) -> None:
+        raise failure
+
     step: Any = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -118,16 +121,7 @@ def serve(checkout: Path, device: torch.device) -> None:
                 if device.type == "cuda":
                     torch.cuda.synchronize()
             elif "ms" in request:
-                failures: list[Exception] = []
-                timed = time_steps(
-                    {"": step},
-                    device=device,
-                    rounds=1,
-                    ms=request["ms"],
-                    on_failure=lambda _, failure: failures.append(failure),
-                )
-                if failures:
-                    raise failures[0]
+                timed = time_steps({"": step}, device=device, rounds=1, ms=request["ms"], on_failure=failed)
                 answer["ms"] = timed[""].ms
             else:
                 step = problem = None  # frees the memory of a step
@@ -217,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     parser = timing_arguments("paired", __doc__, shapes="", rounds=7, ms=100)
     parser.add_argument("--against", type=Path, help="another checkout, or sources of a commit without their .git")
     parser.add_argument("--against-commit", help="its commit, where it has no .git")
-    parser.add_argument("--modes", default="fwd_bwd,log_probs")
+    parser.add_argument("--modes", default="log_probs,fwd_bwd")
     parser.add_argument("--others", type=int, default=4, help="how many shapes the modes beside fwd_bwd take")
     parser.add_argument("--processes", type=int, default=12, help="that compile before anything is timed; 0: none")
     parser.add_argument("--budget-s", type=float, help="start no step after so many seconds")
