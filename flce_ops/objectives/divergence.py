@@ -7,17 +7,17 @@ Sums run over the classes of a row, with 0 log 0 = 0. G is the gradient by the s
     "reverse"   KL(q || p) = sum q (log q - log p)             G = q (log q - log p - K)                K = KL(q || p)
     "jsd"       m = beta p + (1 - beta) q
                 beta KL(p || m) + (1 - beta) KL(q || m)        G = (1 - beta) q (log q - log m - K)     K = KL(q || m)
-    "tv"        sum |p - q| / 2                                G = q (d - K)        d = -[q < p], K = sum q d
-    "nla"       -log sum min(p, q), the acceptance rate        G = q (d - K) / sum min(p, q)
+    "tv"        sum |p - q| / 2                                G = q (K - d)         d = [q < p], K = sum q d
+    "nla"       -log sum min(p, q), the acceptance rate        G = q (K - d) / sum min(p, q)
     "cross_entropy"   -sum p log q, of class probabilities     G = q sum p - p
 
 For "jsd", the derivative of both terms by q_j is (1 - beta) (log q_j - log m_j), because the derivatives through m
 cancel. The softmax turns a derivative d by q into q (d - sum q d). sum(p) is 1 unless the given probabilities do not
 add up to 1, as in a truncated top-k.
 
-Where p_j = q_j, total variation has a kink. There d is -1/2, the middle of its subgradients. "tv" and "nla" share d,
-because min(p, q) = (p + q - |p - q|) / 2. The derivative of |p - q| / 2 is sign(q - p) / 2. d is that minus 1/2, since
-a constant of the row does not change G. With this constant, d - K loses no digits to cancellation if the acceptance
+Where p_j = q_j, total variation has a kink. There d is 1/2, the middle of its subgradients. "tv" and "nla" share d,
+because min(p, q) = (p + q - |p - q|) / 2. The derivative of |p - q| / 2 is sign(q - p) / 2, and -d is that minus 1/2:
+a constant of the row does not change G. With this constant, K - d loses no digits to cancellation if the acceptance
 rate is near 0.
 
 Logarithms, their differences, d and K are in nats in ATen, and in base 2 in a kernel. K is divided by the sum of the
@@ -55,6 +55,9 @@ def once(function: Callable) -> Callable:
 exp = once(torch.exp)
 
 
+minimum = torch.minimum
+
+
 def nats(difference: Tensor) -> Tensor:
     return difference
 
@@ -83,13 +86,13 @@ def log_of_sum(x: Tensor, y: Tensor) -> Tensor:
     return torch.maximum(x, y).add_((x - y).abs_().neg_().exp_().log1p_())
 
 
-def side(q: Tensor, p: Tensor) -> Tensor:
-    """d of "tv" and "nla": -1 where q < p, 0 where q > p, -1/2 where they are equal."""
-    return torch.sign(q - p).sub_(1.0).mul_(0.5)
+def below(q: Tensor, p: Tensor) -> Tensor:
+    """d of "tv" and "nla": 1 where q < p, 0 where q > p, 1/2 where they are equal."""
+    return torch.sign(p - q).add_(1.0).mul_(0.5)
 
 
 class EntryFunction(RowFunction):
-    words = {name: name for name in ("log", "where", "nats", "log_ratio", "side")}
+    words = {name: name for name in ("abs", "log", "minimum", "where", "nats", "log_ratio", "below")}
     words |= {"exp": "exp2", "log_ratios_to_mixture": "log2_ratios_to_mixture"}
 
 
@@ -188,29 +191,29 @@ class TotalVariation(Divergence):
     @EntryFunction
     def of_entry(log_q, log_p, beta):
         q, p = exp(log_q), exp(log_p)
-        return 0.5 * where(q < p, p - q, q - p), side(q, p) * q, q
+        return abs(p - q), below(q, p) * q, q
 
     @EntryFunction
     def of_sums(sums, beta):
         distance, number, mass = sums
-        return distance, number / mass
+        return 0.5 * distance, number / nats(mass)
 
     @EntryFunction
     def gradient(log_q, log_p, number, scale, beta):
         q = exp(log_q)
-        return q * (side(q, exp(log_p)) - number) * nats(scale)
+        return q * (nats(number) * scale - below(q, exp(log_p)) * scale)
 
 
 class NegativeLogAcceptance(TotalVariation):
     @EntryFunction
     def of_entry(log_q, log_p, beta):
         q, p = exp(log_q), exp(log_p)
-        return where(q < p, q, p), side(q, p) * q, q
+        return minimum(q, p), below(q, p) * q, q
 
     @EntryFunction
     def of_sums(sums, beta):
         overlap, number, mass = sums
-        return -log(overlap / mass), number / mass
+        return -log(overlap / mass), number / nats(mass)
 
     @EntryFunction
     def scale_of_sums(sums):

@@ -1,19 +1,27 @@
 """The commands beside `python -m benchmarks`, at toy size on a CPU: what they write, and the tables made from it."""
 
+import argparse
+import json
+import sys
+
 import pytest
 import torch
+from process_pool import run_in_world
 from toy_problem import rows_of
 
 from benchmarks import (
     batch_invariant,
+    batch_invariant_shards,
     cross_entropy,
     first_call,
     host_step,
+    loads,
     lora,
     main_grad,
     objective_errors,
     objectives,
     overhead,
+    paired,
     support,
 )
 from benchmarks.tables import objective_errors as error_tables
@@ -89,6 +97,69 @@ def test_steps_of_a_head_with_lora_are_rows_with_their_errors(monkeypatch, tmp_p
         assert all(float(rows[name][error]) < 1e-5 for error in ("err_loss", "err_dx", "err_da", "err_db"))
 
 
+def test_two_checkouts_take_turns_in_every_round(tmp_path, monkeypatch):
+    """With processes that answer at once: the other's step takes 2 ms in every round, this checkout's one of MS."""
+    asked, MS = [], [3.0, 1.0, 4.0]
+
+    class Answering:
+        def __init__(self, checkout, device):
+            self.own, self.left = checkout == overhead.REPOSITORY, iter(MS * 2)
+
+        def ask(self, **request):
+            asked.append((self.own, *request))
+            if "ms" in request:
+                return {"ms": next(self.left) if self.own else 2.0}
+            failed = self.own and request.get("unit") and request["unit"].mode == "log_probs"
+            return {"reason": "RuntimeError: no memory"} if failed else {}
+
+        def close(self):
+            asked.append((self.own, "closed"))
+
+    monkeypatch.setattr(paired, "Process", Answering)
+    quick = ["--device", "cpu", "--dtype", "float32", "--rounds", "3", "--processes", "0", "--out", str(tmp_path)]
+    command = ["--against", str(tmp_path), "--against-commit", "abc", "--shapes", "37x24x131,8x8x16", *quick]
+    rows = rows_of(paired.main(command))
+    assert [(row["mode"], row["N"]) for row in rows] == [(m, n) for m in ("log_probs", "fwd_bwd") for n in ("37", "8")]
+    for row in rows[2:]:
+        assert (row["ms"], row["against_ms"], row["x_against"], row["spread"]) == ("3", "2", "1.5", "0.75")
+        assert row["against"] == "abc" and not row["reason"]
+    assert all(row["reason"] == "RuntimeError: no memory" and not row["ms"] for row in rows[:2])
+    rounds = [own for own, *what in asked if what == ["ms"]]
+    assert len(rounds) == 12 and all(sorted(rounds[k : k + 2]) == [False, True] for k in range(0, 12, 2))
+    assert asked[-2:] == [(False, "closed"), (True, "closed")]
+    before = len(asked)
+    paired.main([*command, "--budget-s", "-1"])
+    assert asked[before:] == [(False, "closed"), (True, "closed")]
+
+
+def test_a_process_of_a_checkout_times_the_step_that_it_was_given(monkeypatch, capsys):
+    unit = paired.Unit("log_probs", (16, 8, 40), dtype="float32")
+    requests = [
+        {"unit": unit, "seed": 1, "calls": 1},
+        {"ms": 1.0},
+        {},
+        {"ms": 1.0},
+        {"unit": unit._replace(mode="fwd_bwd", ignored=0.5), "seed": 1, "calls": 1},
+        {"ms": 1.0},
+    ]
+    monkeypatch.setattr("sys.stdin", map(json.dumps, requests))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    paired.serve(overhead.REPOSITORY, torch.device("cpu"))
+    given, timed, freed, without, *last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert given == freed == last[0] == {} and timed["ms"] > 0 and last[1]["ms"] > 0
+    assert "reason" in without  # no step is left to be timed
+
+
+def test_the_pairs_of_two_checkouts_are_the_loads():
+    chosen = paired.units_of(argparse.Namespace(modes="fwd_bwd,log_probs", shapes="", dtype="bfloat16", others=3))
+    every = [unit for unit in loads.units() if "ours" in unit.providers.split(",")]
+    assert [unit.mode for unit in chosen] == ["fwd_bwd"] * len(every) + ["log_probs"] * 3
+    assert {(unit.shape, unit.ignored, unit.prior) for unit in chosen} == {
+        (tuple(unit.shape), unit.ignored, unit.prior) for unit in every
+    }
+    assert str(chosen[1]) == "fwd_bwd 8192x4096x128256 (99% ignored)"
+
+
 def test_steps_over_a_support_are_rows_beside_the_exact_step(tmp_path):
     quick = ["--device", "cpu", "--rounds", "1", "--ms", "1", "--out", str(tmp_path)]
     support.main(["--shapes", "37x24x131", "--mean", "6", "--dtype", "float32", *quick])
@@ -112,6 +183,22 @@ def test_steps_with_the_option_are_rows_beside_those_without(tmp_path):
     for row in rows.values():
         assert float(row["ms"]) > 0 and row["before"] in ("", *rows) and not row["reason"]
         assert bool(row["x_before"]) == bool(row["before"])
+
+
+def test_steps_over_shards_are_rows_and_the_option_gives_the_bits_of_one_rank(tmp_path):
+    run_in_world(("cpu", 2), steps_over_shards, tmp_path)
+    (path,) = tmp_path.rglob("batch_invariant_shards.csv")
+    *steps, compared = rows_of(path)
+    assert [row["step"] for row in steps if not row["before"]] == list(batch_invariant_shards.STEPS)
+    for row in steps:
+        assert float(row["ms"]) > 0 and not row["reason"] and row["ranks"] == "2"
+        assert bool(row["x_before"]) == bool(row["before"])
+    assert compared["differ"] == "0" and int(compared["numbers"]) > 6 * 30 and not compared["reason"]
+
+
+def steps_over_shards(device, out):
+    options = argparse.Namespace(toy=True, shapes="37x24x1024", rounds=2, ms=1.0, out=out, commit=None)
+    batch_invariant_shards.run(options, torch.device(device))
 
 
 def test_steps_of_given_logits_are_rows_with_their_errors(tmp_path, monkeypatch):

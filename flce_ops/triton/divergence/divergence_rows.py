@@ -54,26 +54,39 @@ class RowScale(NamedTuple):
 
 
 @triton.jit
-def log_probabilities(softmax, rows, token, cols, row_mask, vocab_block, n, V, BY_TOKEN: tl.constexpr):
+def load_shift(softmax, rows, row_mask, n):
+    """(minus the row's maximum, the log of its denominator)"""
+    high = -tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
+    return high, tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
+
+
+@triton.jit
+def log_probabilities(
+    softmax, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN: tl.constexpr, EVEN: tl.constexpr
+):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
     The log-probabilities are -inf after column V. Loads still run to the end of the padded row: rows are a multiple of
     16 numbers apart, so loads of 16 bytes work for any V.
     """
-    logits = load_tile(Matrix(softmax.logits, softmax.stride), rows, cols, row_mask, cols < softmax.stride)
+    FILLED: tl.constexpr = EVEN and softmax.softcap is None and softmax.logits.dtype.element_ty != tl.int16
+    others: tl.constexpr = float("-inf") if FILLED else 0.0
+    places = softmax.logits + rows.to(tl.int64)[:, None] * softmax.stride + cols[None, :]
+    logits = tl.load(places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others)
     if softmax.logits.dtype.element_ty == tl.int16:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
-    high = -tl.load(softmax.shift + rows, mask=row_mask, other=0.0)
-    low = tl.load(softmax.shift + n + rows, mask=row_mask, other=0.0)
+    high, low = shift
     dz_du = logits
     if softmax.softcap is not None:
         softcap = number_of(softmax.softcap, token[:, None], row_mask[:, None], BY_TOKEN)
         logits, dz_du = base2_logits(logits, None, softmax, LogitOptions(softcap, 1.0))  # type: ignore[arg-type]
     else:
-        high += tl.load(softmax.tile_max + vocab_block.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
+        high += tl.load(softmax.tile_max + tile.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
-    return tl.where((cols < V)[None, :], logits, float("-inf")), dz_du
+    if not FILLED:
+        logits = tl.where((cols < V)[None, :], logits, float("-inf"))
+    return logits, dz_du
 
 
 @Kernel
@@ -93,33 +106,23 @@ def divergence_kernel(
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
     SUMS: tl.constexpr,  # s, the number of sums
+    TILES: tl.constexpr,  # tiles of a program
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    vocab_block = tl.program_id(0)
     row_start = tl.program_id(1) * BLOCK_N
     count = valid_rows(valid_tokens, n)
     if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         rows = row_start + tl.arange(0, BLOCK_N)
-        cols = vocab_block * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask = rows < count
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
-        student = distributions.student
-        log2_q, dz_du = log_probabilities(student, rows, token, cols, row_mask, vocab_block, n, V, BY_TOKEN)
+        student, teacher = distributions.student, distributions.teacher
+        shift = load_shift(student, rows, row_mask, n)
         if not TEACHER_PROBS:
-            teacher = distributions.teacher
-            log2_p, _ = log_probabilities(teacher, rows, token, cols, row_mask, vocab_block, n, V, False)
-        else:
-            log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
-            if not OF_GIVEN_P:
-                log2_p = tl.log2(log2_p)
+            teacher_shift = load_shift(teacher, rows, row_mask, n)
         beta = number(beta_ptr)
-        if sums_ptr is not None:
-            terms = OF_ENTRY(log2_q, log2_p, beta)
-            partial = vocab_block.to(tl.int64) * row_distance(n) + rows
-            next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
-            for k in tl.static_range(SUMS):
-                tl.store(sums_ptr + k * next_sum + partial, tl.sum(terms[k], 1), mask=row_mask)
         if gradient_ptr is not None:
             row_number = 1.0
             if row_number_ptr is not None:
@@ -130,11 +133,53 @@ def divergence_kernel(
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
             # nan everywhere: an infinite factor would otherwise give inf, -inf and nan in one row
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
-            gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
-            if student.softcap is not None:
-                gradient *= dz_du
-            gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
-            store_tile(Matrix(gradient_ptr, student.stride), gradient, rows, cols, rows < n, cols < student.stride)
+        for k in tl.static_range(TILES):
+            # a tile after the last one has columns after V: it adds 0
+            tile = tl.minimum(tl.program_id(0) * TILES + k, tl.cdiv(V, BLOCK_V) - 1)
+            cols_start = (tl.program_id(0) * TILES + k) * BLOCK_V
+            cols = cols_start + tl.arange(0, BLOCK_V)
+            log2_q, dz_du = log_probabilities(student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN)
+            if not TEACHER_PROBS:
+                log2_p, _ = log_probabilities(
+                    teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN
+                )
+            else:
+                log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
+                if not OF_GIVEN_P:
+                    log2_p = tl.log2(log2_p)
+            if sums_ptr is not None:
+                terms = OF_ENTRY(log2_q, log2_p, beta)
+                if not ADD:
+                    partial = tile.to(tl.int64) * row_distance(n) + rows
+                    next_sum = tl.cdiv(V, BLOCK_V).to(tl.int64) * row_distance(n)
+                    for j in tl.static_range(SUMS):
+                        tl.store(
+                            sums_ptr + j * next_sum + partial, tl.sum(terms[j], 1), mask=row_mask & (cols_start < V)
+                        )
+                elif k == 0:
+                    totals = terms
+                else:
+                    totals = added(totals, terms, SUMS)
+            if gradient_ptr is not None:
+                gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
+                if student.softcap is not None:
+                    gradient *= dz_du
+                if not EVEN or student.softcap is not None:
+                    gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
+                store_tile(Matrix(gradient_ptr, student.stride), gradient, rows, cols, rows < n, cols < student.stride)
+        if ADD and sums_ptr is not None:
+            partial = tl.program_id(0).to(tl.int64) * row_distance(n) + rows
+            next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
+            for k in tl.static_range(SUMS):
+                tl.store(sums_ptr + k * next_sum + partial, tl.sum(totals[k], 1), mask=row_mask)
+
+
+@triton.jit
+def added(totals, terms, SUMS: tl.constexpr):
+    result = ()
+    for k in tl.static_range(SUMS):
+        result += (totals[k] + terms[k],)  # type: ignore[assignment]
+    return result
 
 
 class RowResults(NamedTuple):
@@ -228,6 +273,9 @@ class Rows:
         """Writes the (s, T, n) sums of the tiles and returns the (s, n) sums of the rows. Makes G, too, if it needs no
         row sum.
         """
+        _, _, tiles, add = _variant(self, True, False)
+        tiles = triton.cdiv(sums.shape[1], tiles) if add else sums.shape[1]
+        sums = sums.view(-1)[: sums.shape[0] * tiles * sums.shape[2]].view(sums.shape[0], tiles, -1)
         self.launch(sums, gradient, None, scale)
         totals = sums.new_empty(sums.shape[0], self.n)
         launch_sum_tiles(sums, totals, self.valid_tokens)
@@ -276,8 +324,10 @@ class Rows:
         assert gradient is None or gradient.stride() == logits.stride()
         # Time in ms at 2048x128256. 16 rows and 8 warps: forward 0.486, G of reverse 0.479, sums of jsd 0.682. 8 rows
         # and 4 warps: 0.483, 0.420, 0.594. 4 rows and 2 warps: 0.455, 0.423, 0.589.
-        block_n = 16 if interpreted(logits) else 4
-        divergence_kernel[(student.tile_max.shape[0], triton.cdiv(self.n, block_n))](
+        block_n, warps, tiles, add = _variant(self, sums is not None, gradient is not None)
+        if interpreted(logits):
+            block_n = 16
+        divergence_kernel[(triton.cdiv(student.tile_max.shape[0], tiles), triton.cdiv(self.n, block_n))](
             self.distributions,
             self.beta,
             sums,
@@ -292,7 +342,20 @@ class Rows:
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,
             SUMS=self.kind.sums,
+            TILES=tiles,
+            ADD=bool(add),
+            EVEN=logits.shape[1] == student.stride,
             BLOCK_N=block_n,
             BLOCK_V=self.tile,
-            num_warps=2,
+            num_warps=warps,
         )
+
+
+# (BLOCK_N, warps, TILES, ADD) of sums and of gradients
+SUMS_OF_KINK, GRADIENT_OF_KINK, OTHERS = (4, 2, 4, True), (4, 2, 4, False), (4, 2, 1, False)
+
+
+def _variant(rows, sums, gradient):
+    if rows.kind.__name__ in ("TotalVariation", "NegativeLogAcceptance"):
+        return SUMS_OF_KINK if sums else GRADIENT_OF_KINK
+    return OTHERS
