@@ -199,6 +199,7 @@ class InputGradient:
         self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
         self.numbers = min(self.product.shape[0], 2**31 - 1)
         self.steps = steps_of_range(self.tiles) if self.by_ranges else 0
+        self.constants = {"WHOLE": self.whole, "PROGRAMS": self.programs, "STEPS": self.steps}
         if self.by_ranges and self.whole and self.depth > self.steps:
             assert self.product.shape[0] >= triton.cdiv(self.depth, self.steps) * self.out.numel()
 
@@ -217,11 +218,9 @@ class InputGradient:
             classes.shape[0],
             self.numbers,
             self.depth,
-            WHOLE=self.whole,
             FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
-            PROGRAMS=self.programs,
-            STEPS=self.steps,
+            **self.constants,
             **tiles.options,
         )
 
@@ -243,11 +242,9 @@ class InputGradient:
             hidden,
             self.numbers,
             self.depth,
-            WHOLE=self.whole,
             BLOCK_M=self.tiles.block_m,
             BLOCK_N=self.tiles.block_n,
-            PROGRAMS=self.programs,
-            STEPS=self.steps,
+            **self.constants,
             ROWS=rows,
             COLUMNS=columns,
             num_warps=4,

@@ -109,14 +109,13 @@ def fewest_steps(problem: Problem) -> tuple[Overlay | None, list[slice]]:
         most = min(tokens, hidden + fitting)
         for rows in sorted({min(tokens, hidden), *range(most, fitting, -OVERLAY_STEP)}):
             rows = rows if rows == tokens else rows // MULTIPLE * MULTIPLE
-            found = overlay_chunk(problem, rows) if rows else None
-            if found is None:
-                continue
-            scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2
-            steps_after, chunks_after = problem.chunks(rows)
-            total = problem.steps(rows, scratch) + steps_after
-            if found.rows > fitting and total < steps:
-                steps, chunks, overlay = total, chunks_after, found
+            found = overlay_chunk(problem, rows) if rows > fitting else None
+            if found is not None:
+                scratch = (found.columns[-1].stop - found.columns[-1].start) * hidden // 2
+                steps_after, chunks_after = problem.chunks(rows)
+                total = problem.steps(rows, scratch) + steps_after
+                if total < steps:
+                    steps, chunks, overlay = total, chunks_after, found
     return overlay, chunks
 
 
@@ -156,15 +155,9 @@ def best_chunking(problem: Problem) -> Chunking:
         overlay = None
     if others == "recompute":
         return Chunking(overlay, [slice(overlay.rows if overlay else 0, problem.tokens)], True, 0)
-    room = problem.product_bytes(chunks[0].stop - chunks[0].start) if chunks else 0
-    return Chunking(overlay, chunks, False, room, few_rows(problem, overlay, chunks))
-
-
-def few_rows(problem: Problem, overlay: Overlay | None, chunks: list[slice]) -> int:
-    """If at most this many tokens are valid, one chunk takes them all. That chunk takes no more memory than the other
-    chunks.
-    """
-    if overlay is None:
-        return 0
-    in_workspace = overlay.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE
-    return max(in_workspace, chunks[0].stop - chunks[0].start if chunks else 0)
+    rows = chunks[0].stop - chunks[0].start if chunks else 0
+    few = 0
+    if overlay is not None:  # this one chunk takes no more memory than the others
+        in_workspace = overlay.workspace_numbers // padded(problem.vocab, problem.itemsize) // MULTIPLE * MULTIPLE
+        few = max(in_workspace, rows)
+    return Chunking(overlay, chunks, False, problem.product_bytes(rows) if chunks else 0, few)

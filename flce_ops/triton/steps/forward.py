@@ -20,7 +20,6 @@ from ..launch.replay import Kernel, repeated
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
-from ..rows.topk import topk_at_a_time
 from ..rows.two_sum import lse_in_nats, sum_from_lse
 from ..rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
 from .chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
@@ -35,33 +34,41 @@ FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 16 MiB 
 
 @Kernel
 def finish_forward_kernel(
-    target_logit2_ptr,  # (n,); with several targets a token, the largest of their logits
-    column_ptr,  # (n,)
+    target_logit2_ptr,  # (n, K)
+    column_ptr,  # (n, K)
     sums,  # RowSums
     class_weight_sum,  # (1,) float32; None for V
-    outputs,  # seven tensors (N,), out; None if not requested or stored elsewhere
+    outputs,  # seven tensors (N,), out, the first (N, K); None if not requested
     valid_tokens,  # ValidTokens
     n,
     V,
+    TOPK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and an argmax of -1."""
+    """Converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and an argmax of -1. So do
+    targets that another rank has.
+    """
     target_logit_out, lse_out, logit_sum_out, expected_out, max_logit_out, argmax_out, lse_rest_out = outputs
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < n
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=inside, other=0)
-    target_logit2 = tl.load(target_logit2_ptr + i, mask=mask, other=0.0)
+    largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # of the targets' logits
+    for k in range(TOPK):
+        hit = tl.load(column_ptr + i.to(tl.int64) * TOPK + k, mask=mask, other=-1) >= 0
+        target_logit2 = tl.load(target_logit2_ptr + i.to(tl.int64) * TOPK + k, mask=mask, other=0.0)
+        if TOPK == 1:
+            largest = target_logit2  # of column 0, if this rank lacks the target
+        else:
+            largest = tl.maximum(largest, tl.where(hit, target_logit2, float("-inf")))
+        tl.store(target_logit_out + token.to(tl.int64) * TOPK + k, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
     row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed in
     # another order.
-    row_sum = tl.maximum(row_sum, tl.exp2(target_logit2 - reference2), propagate_nan=tl.PropagateNan.ALL)
+    row_sum = tl.maximum(row_sum, tl.exp2(largest - reference2), propagate_nan=tl.PropagateNan.ALL)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     lse, rest = lse_in_nats(reference2, tl.log2(row_sum))
-    if target_logit_out is not None:
-        hit = tl.load(column_ptr + i, mask=mask, other=-1) >= 0
-        tl.store(target_logit_out + token, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
     tl.store(lse_out + token, tl.where(mask, lse, 0.0), mask=inside)
     tl.store(lse_rest_out + token, tl.where(mask, rest, 0.0), mask=inside)
     if logit_sum_out is not None:
@@ -74,40 +81,6 @@ def finish_forward_kernel(
     if argmax_out is not None:
         tl.store(max_logit_out + token, tl.load(sums.max_logit + i, mask=mask, other=0.0) * LN2, mask=inside)
         tl.store(argmax_out + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
-
-
-@Kernel
-def store_topk_logits_kernel(
-    logit2_ptr,  # (n, K)
-    column_ptr,  # (n, K)
-    largest_ptr,  # (n,) out, base 2; -inf if this rank has no class of the row
-    out_ptr,  # (N, K) out, nats
-    valid_tokens,  # ValidTokens
-    n,
-    TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-):
-    """One program per row. Ignored tokens, and slots whose class another rank has, get 0."""
-    row = tl.program_id(0)
-    counts = row < valid_rows(valid_tokens, n)
-    token = tl.load(valid_tokens.order + row).to(tl.int64)
-    largest = float("-inf")
-    for start in range(0, TOPK, BLOCK_TOPK):
-        k = start + tl.arange(0, BLOCK_TOPK)
-        inside = k < TOPK
-        hit = tl.load(column_ptr + row.to(tl.int64) * TOPK + k, mask=inside & counts, other=-1) >= 0
-        logit2 = tl.load(logit2_ptr + row.to(tl.int64) * TOPK + k, mask=hit, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.where(hit, logit2, float("-inf")), 0))
-        tl.store(out_ptr + token * TOPK + k, tl.where(hit, logit2 * LN2, 0.0), mask=inside)
-    tl.store(largest_ptr + row, largest)
-
-
-def launch_store_topk_logits(at_target: AtTarget, out: Tensor, valid_tokens: ValidTokens) -> Tensor:  # (n,)
-    n, topk = at_target.column.shape
-    largest = at_target.logit.new_empty(n)
-    blocks = {"TOPK": topk, "BLOCK_TOPK": topk_at_a_time(topk), "num_warps": 1}
-    store_topk_logits_kernel[(n,)](at_target.logit, at_target.column, largest, out, valid_tokens, n, **blocks)
-    return largest
 
 
 @takes(Forward)
@@ -190,18 +163,16 @@ def run_forward(
             class_weight=class_weight,
             exchange=exchange,
         )
-        largest, own = at_target.logit, wanted
-        if target.dim() == 2:
-            largest, own = launch_store_topk_logits(at_target, wanted[0], here), (None, *wanted[1:])
         finish_forward_kernel[(triton.cdiv(n, 64),)](
-            largest,
+            at_target.logit,
             at_target.column,
             sums,
             class_weight_sum,
-            own,
+            wanted,
             here,
             n,
             all_classes,
+            TOPK=1 if target.dim() == 1 else target.shape[1],
             BLOCK_N=64,
             num_warps=2,
         )
