@@ -5,7 +5,7 @@ slopes, an Accumulator receives G, and SharedRows exchanges row numbers if ranks
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,14 @@ from ..meta.arguments import (
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
-from .gradients import GradientAccumulator, SparseAccumulator, draws_of, needs_exact, rows_beside_gradients
+from .gradients import (
+    Accumulator,
+    SparseAccumulator,
+    accumulator_of,
+    draws_of,
+    needs_exact,
+    rows_beside_gradients,
+)
 from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
 from .row_statistics import BlockNumbers, extra_matrices, over_classes, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
@@ -52,10 +59,7 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
         beside, matrices = beside + 1, int(needs_exact(call))
     reserved, want_weight = copy_bytes(linear_weight), call.output_mask[1]
     step = rows_of_chunk(call, call.operands, want_weight, reserved=reserved, matrices_beside=beside, matrices=matrices)
-    if draws is None:
-        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
-    else:
-        gradients = SparseAccumulator(call, draws, grads, step)
+    gradients = accumulator_of(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
@@ -66,7 +70,7 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
-    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
@@ -98,10 +102,7 @@ def vocab_parallel_with_grad(
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     matrices += 0 if draws is None else needs_exact(call) + 1
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
-    if draws is None:
-        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
-    else:
-        gradients = SparseAccumulator(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
+    gradients = accumulator_of(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest)
     rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)
@@ -218,18 +219,6 @@ def rows_of_call(
     objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, topk_weight)
     rows = (input, objective, valid, column, call.reduction, losses, statistics)
     return RowsOfTokens(*rows, class_weight=class_weight, num_classes=num_classes)
-
-
-class Accumulator(Protocol):
-    """Receives the G of chunks: a GradientAccumulator, or several."""
-
-    def add_bias(self, grad_logits: Tensor) -> None: ...
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
-
-    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def loss_and_gradients(
