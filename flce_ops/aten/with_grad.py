@@ -143,29 +143,17 @@ class SharedRows:
         self.exchange, self.hit, self.vocab_start = exchange, hit, vocab_start
         self.argmax, self.lse_rest = argmax, lse_rest
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.argmax is None:
-            return None
-        max_logit, column = logits.max(1)
-        return max_logit, column + self.vocab_start
-
     def whole(
-        self,
-        rows: slice,
-        lse: Tensor,
-        lse_rest: Tensor,
-        row_sum: Tensor,
-        target_logit: Tensor,
-        logit_sum: Tensor | None,
-        largest: tuple[Tensor, Tensor] | None,
+        self, rows: slice, numbers: BlockNumbers, lse: Tensor, lse_rest: Tensor, target_logit: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Returns lse, its rest, the factor that turns E into probabilities, target_logit and logit_sum, all over whole
         rows.
         """
-        own = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)]
-        own += [] if logit_sum is None else [logit_sum]
+        own, row_sum = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)], numbers.row_sum
+        own += [] if numbers.logit_sum is None else [numbers.logit_sum]
         if self.lse_rest is not None:
             self.lse_rest[rows] = lse_rest
+        largest = None if self.argmax is None else (numbers.max_logit, numbers.argmax + self.vocab_start)
         lse, lse_rest, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
         if self.argmax is not None:
             self.argmax[rows] = column
@@ -235,6 +223,8 @@ def loss_and_gradients(
     nbytes = block_bytes(input)
     over = over_classes(call)
     asked, weight_sum = Statistics(*(of_rows is not None for of_rows in statistics)), None
+    if shared is not None:
+        asked = asked._replace(argmax=shared.argmax is not None)
     for chunk, product in products:
         if weight_sum is None and objective.d_sum is not None:
             weight_sum = over.weight_sum(class_weight, product.shape[1])
@@ -248,7 +238,6 @@ def loss_and_gradients(
             logits, slope = activate_with_slope(block, call.logits.of(rows))
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
-            largest = shared.largest(logits) if shared else None
             numbers = reduce_rows(logits, asked, num_classes, class_weight, weight_sum, over)
             row_sum, logit_sum = numbers.row_sum, numbers.logit_sum
             if any(asked):
@@ -256,7 +245,7 @@ def loss_and_gradients(
             lse, lse_rest = two_sum(numbers.row_max, numbers.log_sum)
             if shared is not None:
                 lse, lse_rest, normalizer, target_logit, logit_sum = shared.whole(
-                    rows, lse, lse_rest, row_sum, target_logit, logit_sum, largest
+                    rows, numbers, lse, lse_rest, target_logit
                 )
             own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
             distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf

@@ -18,8 +18,9 @@ from torch import Tensor
 from ..math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace
+from ..ops.call_facts import given_logits_facts
 from ..ops.cross_entropy_autograd import remember_handed_over
-from ..ops.paths import path_of_given_logits
+from ..ops.paths import path_of_loss
 from .arguments import check_logits
 from .loss import layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from .metrics import accuracy_and_top1
@@ -47,7 +48,8 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
     problem = token_losses(OP, layout, call, operands, Statistics(argmax=argmax))
     operator, own = None, call.logits if handed_over and not copied and not layout.is_mesh else None
     if call.reduction != "none" and not layout.splits_vocabulary:
-        operator = OPERATORS.get(path_of_given_logits(logits, (handed_over or copied) and not layout.is_mesh))
+        facts = given_logits_facts(logits, (handed_over or copied) and not layout.is_mesh)
+        operator = OPERATORS.get(path_of_loss("a scalar loss of given logits", facts))
     with_grad = None if operator is None else partial(losses_with_grad, operator, own)
     loss, (largest, *_) = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     return loss, largest

@@ -69,12 +69,12 @@ def checks_of(arguments: type[Arguments]) -> list[tuple[Check, Callable[[Any], A
     """The checks of an operator. Each comes with a function that gets the checked group or argument from a call."""
     found: list[tuple[Check, Callable[[Any], Any]]] = []
     for kind, check in CHECKS.items():
-        for name, group, start, stop in arguments.fields:
+        for name, group, _ in arguments.fields:
             if kind is group is not None and not (kind is SparseGradient and "output_mask" not in arguments.index):
                 found.append((check, attrgetter(name)))
-            for argument in arguments.arguments[start:stop]:
-                if kind == argument.name and argument.type.startswith("Tensor"):
-                    found.append((check, attrgetter(name if group is None else f"{name}.{kind}")))
+        for argument in arguments.arguments:
+            if kind == argument.name and argument.type.startswith("Tensor"):
+                found.append((check, attrgetter(argument.path)))
     return found
 
 
