@@ -11,7 +11,7 @@ from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
-from .gradients import GradientAccumulator, SparseAccumulator, draws_of, needs_exact, rows_beside_gradients
+from .gradients import SparseAccumulator, accumulator_of, draws_of, needs_exact, rows_beside_gradients
 from .logits import (
     activate_with_slope,
     add_target_and_sum,
@@ -60,10 +60,7 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
         reserved=copy_bytes(linear_weight),
     )
     retained = None if call.retained is None else call.retained.view(input.dtype)
-    if draws is None:
-        gradients = GradientAccumulator(input, linear_weight, grads, output_mask, step, adds=main_grad is not None)
-    else:
-        gradients = SparseAccumulator(call, draws, grads, step)
+    gradients = accumulator_of(call, draws, grads, step)
     nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
         for rows, block in row_blocks(input, chunk, product, nbytes):

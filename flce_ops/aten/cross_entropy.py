@@ -18,6 +18,7 @@ from ..math.statistics import two_sum
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..meta.call import takes
 from .chunks import block_bytes, row_chunks, rows_of
+from .gradients import Accumulator
 from .logits import (
     SoftmaxFactors,
     activate,
@@ -111,17 +112,11 @@ def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
     loss_and_gradients(call, of_tokens, copied_rows(call), GivenRows(grad_logits))
 
 
-class GivenRows:
-    """An Accumulator that writes G to the rows of grad_logits."""
+class GivenRows(Accumulator):
+    """Writes G to the rows of grad_logits."""
 
     def __init__(self, grad_logits: Tensor) -> None:
         self.grad_logits = grad_logits
 
-    def add_bias(self, grad_logits: Tensor) -> None: ...
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
-
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         self.grad_logits[rows] = grad_logits
-
-    def finish(self) -> None: ...

@@ -8,13 +8,14 @@ gradient.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..math.options import accumulation_dtype
 from ..math.sparse_gradient import Draws, Shard, keep_entries
-from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ..meta.arguments import Backward, BackwardInPlace, VocabParallelWithGrad, WithGrad
 from ..support.workspace import float32_sum_fits
 from .chunks import product_dtype, product_is_rounded, readable, readable_columns, rows_of, rows_per_chunk
 
@@ -47,7 +48,19 @@ def rows_beside_gradients(
     return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
-class GradientAccumulator:
+class Accumulator:
+    """Receives the G of chunks."""
+
+    def add_bias(self, grad_logits: Tensor) -> None: ...
+
+    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class GradientAccumulator(Accumulator):
     """Adds each chunk's G to the gradients that `output_mask` asks for."""
 
     def __init__(
@@ -183,3 +196,13 @@ class SparseAccumulator(GradientAccumulator):
         of_input, of_weight = self.sparse.products(self.mask)
         self.add_to_input(rows, sparse if of_input else exact)
         self.add_to_weight(rows, sparse if of_weight else exact, input)
+
+
+def accumulator_of(
+    call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int, shard: Shard | None = None
+) -> GradientAccumulator:
+    if draws is not None:
+        return SparseAccumulator(call, draws, grads, rows, shard)
+    input, linear_weight = call.operands[:2]
+    adds = isinstance(call, BackwardInPlace)
+    return GradientAccumulator(input, linear_weight, grads, call.output_mask, rows, adds=adds)

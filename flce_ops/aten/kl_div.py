@@ -26,7 +26,7 @@ from ..support.exchange import all_reduce
 from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator
-from .logits import activate, apply_slope, cap_with_slope, chunk_logits, scale_logits
+from .logits import activate, apply_slope, cap_with_slope, scale_logits
 from .row_statistics import shift_rows
 from .valid_tokens import kernel_of, tokens_of
 
@@ -87,18 +87,13 @@ def student_logits(
     return input, *cap_with_slope(scale_logits(product, logit_scale), softcap)
 
 
-def teacher_logits(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
-    logits = chunk_logits(
-        operands.teacher_input[rows],
-        operands.teacher_weight,
-        operands.teacher_bias,
-        options.teacher.of(rows),
-    )
-    return logits.to(accumulation_dtype(operands.input.dtype))
-
-
-def log_teacher_probs(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
-    p = operands.teacher_probs[rows].to(accumulation_dtype(operands.input.dtype))
+def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
+    """The teacher's logits, or the logarithms of given probabilities (the probabilities for "cross_entropy")."""
+    dtype = accumulation_dtype(operands.input.dtype)
+    if operands.teacher_probs is None:
+        product = chunk_product(operands.teacher_input[rows], operands.teacher_weight, operands.teacher_bias)
+        return activate(product, options.teacher.of(rows)).to(dtype)
+    p = operands.teacher_probs[rows].to(dtype)
     return p if DIVERGENCES[options.kind].of_given_p else p.log()
 
 
@@ -139,12 +134,10 @@ def stream_rows(
     weight_gradient = gradients is not None and gradients.mask[1]
     for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
         input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
+        log_p = teacher_rows(operands, options, rows)
         softmaxes = [(log_q, shift)]
         if operands.teacher_probs is None:
-            log_p = teacher_logits(operands, options, rows)
             softmaxes.append((log_p, teacher_shift))
-        else:
-            log_p = log_teacher_probs(operands, options, rows)
         if divergence is not None:
             find_shifts(softmaxes, rows, options)
         else:

@@ -26,7 +26,6 @@ from torch import Tensor
 from ..math.options import Cotangents, LogitOptions, accumulation_dtype, changed
 from ..math.topk import in_columns
 from ..meta.arguments import Backward, SupportBackward
-from .chunks import chunk_product
 from .row_statistics import at_least_finite
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -68,24 +67,6 @@ def cap_with_slope(logits: Tensor, softcap: Tensor) -> tuple[Tensor, Tensor]:
     logits.div_(softcap)
     slope = logits.cosh().reciprocal_().square_()
     return logits.tanh_().mul_(softcap), slope
-
-
-def chunk_logits(
-    input: Tensor,  # (n, D)
-    linear_weight: Tensor,  # (V, D)
-    linear_bias: Tensor | None,  # (V,)
-    options: LogitOptions,
-) -> Tensor:  # (n, V) in the accumulation dtype
-    return activate(chunk_product(input, linear_weight, linear_bias), options)
-
-
-def chunk_logits_with_slope(
-    input: Tensor,  # (n, D)
-    linear_weight: Tensor,  # (V, D)
-    linear_bias: Tensor | None,  # (V,)
-    options: LogitOptions,
-) -> tuple[Tensor, Tensor | None]:  # as activate_with_slope
-    return activate_with_slope(chunk_product(input, linear_weight, linear_bias), options)
 
 
 def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)

@@ -45,7 +45,7 @@ from ..math.shards import target_columns
 from ..meta.arguments import DoubleBackward, GradGrads
 from ..meta.outputs import Outputs, allocate
 from .chunks import chunk_product, row_chunks, rows_per_chunk
-from .logits import add_target_and_sum, apply_slope, at_columns, chunk_logits_with_slope, probabilities
+from .logits import activate_with_slope, add_target_and_sum, apply_slope, at_columns, probabilities
 from .row_statistics import weighted_logits
 from .valid_tokens import kernel_of, on_valid_tokens
 
@@ -54,7 +54,7 @@ from .valid_tokens import kernel_of, on_valid_tokens
 
 @kernel_of(DoubleBackward)
 def double_backward(call: DoubleBackward, outputs: Sequence[Tensor]) -> None:
-    stream_rows(call, call.grad_grads, outputs[3:], numbers=outputs[:3])
+    stream_rows(call, outputs[3:], None, call.grad_grads, outputs[:3])
 
 
 def backward_tangent(call: DoubleBackward, direction: Sequence[Tensor | None]) -> Outputs:
@@ -65,21 +65,16 @@ def backward_tangent(call: DoubleBackward, direction: Sequence[Tensor | None]) -
     of_gradients = slice(3, None)  # their places among the results of `call`
     out = allocate(call.results[of_gradients], call)
     changes = Cotangents(*direction[:3]), GradGrads(*direction[3:])
-    on_valid_tokens(tangent_of_rows, call, out, call.fills[of_gradients], *changes)
+    on_valid_tokens(stream_rows, call, out, call.fills[of_gradients], *changes)
     return out
-
-
-def tangent_of_rows(call: DoubleBackward, out: Sequence[Tensor], change: Cotangents, direction: GradGrads) -> None:
-    stream_rows(call, direction, out, change=change)
 
 
 def stream_rows(
     call: DoubleBackward,
-    direction: GradGrads,  # input', linear_weight', bias'
     out: Sequence[Tensor],  # three, in the order of meta.outputs.Gradients
-    *,
+    change: Cotangents | None,  # a', l', m'; None for double_backward
+    direction: GradGrads,  # input', linear_weight', bias'
     numbers: Sequence[Tensor] | None = None,  # out: dL/da, dL/dl, dL/dm, (N,) each
-    change: Cotangents | None = None,  # a', l', m'
 ) -> None:
     """Sums over chunks are kept in the accumulation dtype."""
     input, linear_weight, target, linear_bias, weight = call.operands
@@ -97,7 +92,7 @@ def stream_rows(
     for rows in row_chunks(call, input, rows_per_chunk(input, linear_weight.shape[0], matrices=matrices)):
         x, options = input[rows], call.logits.of(rows)
         u_dot = change_of_logits(x, linear_weight, direction, rows, dtype)
-        z, slope = chunk_logits_with_slope(x, linear_weight, linear_bias, options)
+        z, slope = activate_with_slope(chunk_product(x, linear_weight, linear_bias), options)
         p = probabilities(z, lse[rows], None if call.lse_rest is None else call.lse_rest[rows])
         # Normalised, so that p adds up to 1 within rounding. Without this, the terms of z'_iy - sum_j p_ij z'_ij would
         # not cancel if token i gives class y nearly all of the probability. The reason is that lse may come from

@@ -5,7 +5,7 @@ slopes, an Accumulator receives G, and SharedRows exchanges row numbers if ranks
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,14 @@ from ..meta.arguments import (
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
-from .gradients import GradientAccumulator, SparseAccumulator, draws_of, needs_exact, rows_beside_gradients
+from .gradients import (
+    Accumulator,
+    SparseAccumulator,
+    accumulator_of,
+    draws_of,
+    needs_exact,
+    rows_beside_gradients,
+)
 from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
 from .row_statistics import BlockNumbers, extra_matrices, over_classes, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
@@ -52,10 +59,7 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
         beside, matrices = beside + 1, int(needs_exact(call))
     reserved, want_weight = copy_bytes(linear_weight), call.output_mask[1]
     step = rows_of_chunk(call, call.operands, want_weight, reserved=reserved, matrices_beside=beside, matrices=matrices)
-    if draws is None:
-        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
-    else:
-        gradients = SparseAccumulator(call, draws, grads, step)
+    gradients = accumulator_of(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
@@ -66,7 +70,7 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
-    gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
+    gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
@@ -98,10 +102,7 @@ def vocab_parallel_with_grad(
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     matrices += 0 if draws is None else needs_exact(call) + 1
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
-    if draws is None:
-        gradients = GradientAccumulator(input, linear_weight, grads, call.output_mask, step)
-    else:
-        gradients = SparseAccumulator(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
+    gradients = accumulator_of(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest)
     rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)
@@ -142,29 +143,17 @@ class SharedRows:
         self.exchange, self.hit, self.vocab_start = exchange, hit, vocab_start
         self.argmax, self.lse_rest = argmax, lse_rest
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.argmax is None:
-            return None
-        max_logit, column = logits.max(1)
-        return max_logit, column + self.vocab_start
-
     def whole(
-        self,
-        rows: slice,
-        lse: Tensor,
-        lse_rest: Tensor,
-        row_sum: Tensor,
-        target_logit: Tensor,
-        logit_sum: Tensor | None,
-        largest: tuple[Tensor, Tensor] | None,
+        self, rows: slice, numbers: BlockNumbers, lse: Tensor, lse_rest: Tensor, target_logit: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Returns lse, its rest, the factor that turns E into probabilities, target_logit and logit_sum, all over whole
         rows.
         """
-        own = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)]
-        own += [] if logit_sum is None else [logit_sum]
+        own, row_sum = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)], numbers.row_sum
+        own += [] if numbers.logit_sum is None else [numbers.logit_sum]
         if self.lse_rest is not None:
             self.lse_rest[rows] = lse_rest
+        largest = None if self.argmax is None else (numbers.max_logit, numbers.argmax + self.vocab_start)
         lse, lse_rest, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
         if self.argmax is not None:
             self.argmax[rows] = column
@@ -220,18 +209,6 @@ def rows_of_call(
     return RowsOfTokens(*rows, class_weight=class_weight, num_classes=num_classes)
 
 
-class Accumulator(Protocol):
-    """Receives the G of chunks: a GradientAccumulator, or several."""
-
-    def add_bias(self, grad_logits: Tensor) -> None: ...
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
-
-    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 def loss_and_gradients(
     call: Any,
     of_tokens: RowsOfTokens,
@@ -246,6 +223,8 @@ def loss_and_gradients(
     nbytes = block_bytes(input)
     over = over_classes(call)
     asked, weight_sum = Statistics(*(of_rows is not None for of_rows in statistics)), None
+    if shared is not None:
+        asked = asked._replace(argmax=shared.argmax is not None)
     for chunk, product in products:
         if weight_sum is None and objective.d_sum is not None:
             weight_sum = over.weight_sum(class_weight, product.shape[1])
@@ -259,7 +238,6 @@ def loss_and_gradients(
             logits, slope = activate_with_slope(block, call.logits.of(rows))
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
-            largest = shared.largest(logits) if shared else None
             numbers = reduce_rows(logits, asked, num_classes, class_weight, weight_sum, over)
             row_sum, logit_sum = numbers.row_sum, numbers.logit_sum
             if any(asked):
@@ -267,7 +245,7 @@ def loss_and_gradients(
             lse, lse_rest = two_sum(numbers.row_max, numbers.log_sum)
             if shared is not None:
                 lse, lse_rest, normalizer, target_logit, logit_sum = shared.whole(
-                    rows, lse, lse_rest, row_sum, target_logit, logit_sum, largest
+                    rows, numbers, lse, lse_rest, target_logit
                 )
             own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
             distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf

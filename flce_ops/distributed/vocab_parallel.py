@@ -43,12 +43,11 @@ from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import in_columns
 from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
 from ..objectives.cross_entropy import losses_of_rows
-from ..ops.autograd import finite_in_empty_rows
+from ..ops.autograd import finite_in_empty_rows, forward_of_support
 from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
 from ..ops.function import OPERANDS
 from ..ops.made_in_forward import MadeInForward
 from ..ops.paths import gradients_in_the_same_pass
-from ..ops.support_autograd import forward_of_support
 from ..support.holes import refuse_hole
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary

@@ -36,6 +36,7 @@ from ..support.holes import refuse_hole
 from ..support.running import running
 from . import cross_entropy, kl_div, log_probs, logits, low_rank, schemas
 
+METRICS = "(Tensor loss, Tensor token_accuracy, Tensor argmax)"  # of given logits
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
     "linear_cross_entropy_metrics": (
@@ -57,25 +58,11 @@ ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
         for name, objective in RowObjective.named.items()
     },
     "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),
-    "cross_entropy_metrics": (
-        schemas.LogitsCrossEntropy,
-        "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
-        partial(logits.metrics, handed_over=False),
-    ),
+    "cross_entropy_metrics": (schemas.LogitsCrossEntropy, METRICS, partial(logits.metrics, handed_over=False)),
     "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", partial(logits.composite, handed_over=True)),
-    "cross_entropy_metrics_": (
-        schemas.LogitsCrossEntropyInPlace,
-        "(Tensor loss, Tensor token_accuracy, Tensor argmax)",
-        partial(logits.metrics, handed_over=True),
-    ),
+    "cross_entropy_metrics_": (schemas.LogitsCrossEntropyInPlace, METRICS, partial(logits.metrics, handed_over=True)),
 }
-CAST = (
-    schemas.CrossEntropy,
-    schemas.CrossEntropyMetrics,
-    schemas.LowRankCrossEntropy,
-    schemas.LogProbs,
-    schemas.RowLoss,
-)
+NOT_CAST = (schemas.KlDiv, schemas.LogitsCrossEntropy)
 
 
 def body_of(name: str) -> Callable:
@@ -117,6 +104,6 @@ for _name, (_arguments, _results, _) in ENTRIES.items():
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
     # When a program is decomposed, the bodies run below autocast's keys and would not see autocast.
-    for _device_type in ("cpu", "cuda") if issubclass(_arguments, CAST) else ():
+    for _device_type in () if issubclass(_arguments, NOT_CAST) else ("cpu", "cuda"):
         _op = getattr(ops, _name).default
         library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

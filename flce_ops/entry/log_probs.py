@@ -25,7 +25,7 @@ from torch import Tensor
 from ..distributed.one_rank import OneRank
 from ..math.options import Statistics, TokenLosses, accumulation_dtype, changed
 from ..math.reduction import Reduction
-from ..math.statistics import asked_of_forward, log_probs_of_rows, log_probs_of_targets
+from ..math.statistics import log_probs_of_rows, log_probs_of_targets
 from ..meta.arguments import ROW_LOSSES, RowOperands
 from ..objectives.row import RowObjective
 from ..ops.call_facts import gradients_wanted
@@ -48,10 +48,7 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     problem = token_losses(OP, layout, call, operands, asked)
     problem.support = support_of_call(OP, layout, call, operands.target)
-    rows = rows_of(layout, problem)
-    numbers = {name: getattr(rows, name) if wanted else None for name, wanted in asked_of_forward(asked).items()}
-    of_targets = (operands.target, call.ignore_index, rows.target_logit, rows.lse)
-    results = log_probs_of_rows(*of_targets, **numbers, lse_rest=rows.lse_rest, tail=call.tail)
+    results = log_probs_of_rows(operands.target, call.ignore_index, rows_of(layout, problem), asked, tail=call.tail)
     present = (True, True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit, call.tail)
     return tuple(layout.result(of_rows) if there else of_rows for of_rows, there in zip(results, present, strict=True))
 

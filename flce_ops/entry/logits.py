@@ -18,16 +18,18 @@ from torch import Tensor
 from ..math.options import LogitOperands, Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace
+from ..ops.call_facts import given_logits_facts
 from ..ops.cross_entropy_autograd import remember_handed_over
-from ..ops.paths import path_of_given_logits
+from ..ops.paths import path_of_loss
 from .arguments import check_logits
-from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
+from .loss import layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from .metrics import accuracy_and_top1
 from .schemas import LogitsCrossEntropy
 
 # N tokens, V vocabulary
 
 OP = "cross_entropy"
+OPERATORS = {"in place": LogitsWithGradInPlace, "one pass": LogitsWithGrad}  # otherwise backward makes the gradient
 
 
 def metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,11 +46,11 @@ def composite(call: LogitsCrossEntropy, handed_over: bool, argmax: bool = False)
     logits, copied = rows_of(layout.columns(call.logits))
     operands = LogitOperands(logits, layout.per_token(call.target), layout.whole(call.weight))
     problem = token_losses(OP, layout, call, operands, Statistics(argmax=argmax))
-    with_grad = None
+    operator, own = None, call.logits if handed_over and not copied and not layout.is_mesh else None
     if call.reduction != "none" and not layout.splits_vocabulary:
-        with_grad = one_pass_of(logits, (handed_over or copied) and not layout.is_mesh)
-    if handed_over and not copied and not layout.is_mesh and with_grad is not None:
-        with_grad = partial(losses_of_handed_over, with_grad, call.logits)
+        facts = given_logits_facts(logits, (handed_over or copied) and not layout.is_mesh)
+        operator = OPERATORS.get(path_of_loss("a scalar loss of given logits", facts))
+    with_grad = None if operator is None else partial(losses_with_grad, operator, own)
     loss, (largest, *_) = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     return loss, largest
 
@@ -64,25 +66,15 @@ def rows_of(logits: Tensor) -> tuple[Tensor, bool]:
         return logits.reshape(shape), True
 
 
-def one_pass_of(logits: Tensor, handed_over: bool) -> WithGrad | None:
-    """None if backward makes the gradient, or if no gradient is wanted."""
-    paths = {"in place": LogitsWithGradInPlace, "one pass": LogitsWithGrad}
-    operator = paths.get(path_of_given_logits(logits, handed_over))
-    return None if operator is None else partial(losses_with_grad, operator)
-
-
-def losses_of_handed_over(
-    with_grad: WithGrad, callers_own: Tensor, problem: TokenLosses, reduction: Reduction
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    found = with_grad(problem, reduction)
-    remember_handed_over(found[0], callers_own)
-    return found
-
-
 def losses_with_grad(
-    operator: type[LogitsWithGrad], problem: TokenLosses, reduction: Reduction
+    operator: type[LogitsWithGrad],
+    handed_over: Tensor | None,  # the caller's own tensor
+    problem: TokenLosses,
+    reduction: Reduction,
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradient, the losses of tokens (N,), and the statistics."""
     argmax = problem.statistics.argmax
     loss, losses, *_, largest = operator.like(problem, reduction=reduction, argmax=argmax).dispatched()
+    if handed_over is not None:
+        remember_handed_over(loss, handed_over)
     return loss, losses, TokenStatistics(largest if argmax else None)

@@ -49,7 +49,7 @@ from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
-from ..ops.support_autograd import forward_of_support
+from ..ops.autograd import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
@@ -69,7 +69,8 @@ WithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
 def layout_of_call(op: str, call: Arguments) -> OneRank:
     """The layout of the call's tensors. Also casts the operands to autocast's dtype."""
     features = features_of(call)
-    refuse(op, call, features)
+    if features:
+        refuse(op, call, features)
     layout = OneRank()
     if "DTensors" in features:
         from ..distributed.layout import layout_of_arguments  # only users of DTensors import torch.distributed.tensor
@@ -91,9 +92,13 @@ def token_losses(
     **others: Any,
 ) -> TokenLosses:
     input, values = operands[0], vars(call)
-    temperature = temperature_of_tokens(op, call, layout, operands.target)
+    temperature = None
+    if values.get("token_temperature") is not None:
+        temperature = temperature_of_tokens(op, call, layout, operands.target)
     loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input, temperature)
-    others |= {name: values[name] for name in ("main_grad", "sparse", "batch_invariant") if name in values}
+    for name in ("main_grad", "sparse", "batch_invariant"):
+        if name in values:
+            others[name] = values[name]
     return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
 
 
@@ -111,8 +116,7 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         found = Forward.like(problem, **asked, **own).dispatched()
     else:
         found = forward_of_support(problem, problem.support, layout.num_classes, **asked)
-    target_logit, lse, logit_sum, expected, _, largest, squares, mean_logit, lse_rest, _ = found
-    return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, squares, mean_logit)
+    return Rows.of_forward(found)
 
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:

@@ -15,8 +15,8 @@ from ..math.options import LowRankOperands, Statistics, TokenLosses
 from ..math.reduction import Reduction
 from ..meta.arguments import LowRankWithGrad
 from ..meta.checks import check_device, check_target_dtype
-from ..ops.call_facts import needs_gradient, options_in_facts
-from ..ops.paths import path_of_pair
+from ..ops.call_facts import needs_gradient, options_in_facts, pair_facts
+from ..ops.paths import path_of_loss
 from .arguments import OP, check_arguments
 from .cross_entropy import composite as composite_of_head
 from .loss import Found, layout_of_call, loss_of_tokens, token_losses
@@ -37,7 +37,8 @@ def composite(call: LowRankCrossEntropy) -> Tensor:
     pair_input = layout.rows(call.low_rank_input)
     rows = operands._replace(input=of_head.input, low_rank_input=pair_input, target=of_head.target)
     problem = token_losses(OP, layout, head, of_head, Statistics())
-    path = path_of_pair(rows, **options_in_facts(problem.loss, problem.logits))
+    facts = pair_facts(rows, **options_in_facts(problem.loss, problem.logits))
+    path = path_of_loss("a scalar loss of a head with a low-rank pair", facts)
     if path == "concatenated":
         input, linear_weight, *_ = operands.concatenated
         return composite_of_head(without_pair(call, input, linear_weight))[0]

@@ -131,8 +131,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
 
 
 def refuse(op: str, call: Any, features: set[str]) -> None:
-    if not features:
-        return
     for feature, rows in REFUSED.items():
         if feature in features:
             for others, text in rows.items():

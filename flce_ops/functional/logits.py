@@ -52,7 +52,7 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
 
-@public(call)
+@public(call, only_for=("inplace_backward", "return_metrics"))
 def cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...)

@@ -90,7 +90,7 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
 
-@public(call)
+@public(call, only_for=("options", "return_metrics"))
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
     linear_weight: Tensor,  # (V, D), or (V, d_1, ..., d_K, D)

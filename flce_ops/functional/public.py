@@ -137,8 +137,10 @@ def parts_of(hint: Any) -> tuple[Any, ...]:
     return tuple(str if get_origin(part) is Literal else part for part in parts)
 
 
-def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Function]:
-    """Decorates a signature. `body` gets the arguments that the caller gave, by name."""
+def public(body: Callable[[dict[str, Any]], Any], *, only_for: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Decorates a signature. `body` gets the arguments that the caller gave, by name. With `only_for`, it is called
+    only if one of these arguments is among them; otherwise the entry operator of the function's name is.
+    """
 
     def decorate(signature: Function) -> Function:
         check, code = typed(signature).check, signature.__code__  # type: ignore[attr-defined]
@@ -158,7 +160,10 @@ def public(body: Callable[[dict[str, Any]], Any]) -> Callable[[Function], Functi
                 signature(*args, **kwargs)  # raises Python's own error
             if rank_check.ENABLED and not torch.compiler.is_compiling():
                 rank_check.check_ranks(signature.__name__, usual | given)
-            return body(given)
+            needed = not only_for
+            for name in only_for:
+                needed |= name in given
+            return body(given) if needed else call_entry(signature.__name__, given)
 
         run.check = check  # type: ignore[attr-defined]
         return cast(Function, run)

@@ -41,10 +41,14 @@ class Rows(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
     mean_logit: Tensor | None = None
 
+    @classmethod
+    def of_forward(cls, results: Sequence[Tensor]) -> "Rows":
+        """From the results of a forward operator of a head or a support."""
+        target_logit, lse, logit_sum, expected, _, argmax, squares, mean_logit, lse_rest, *_ = results
+        return cls(target_logit, lse, logit_sum, lse_rest, expected, argmax, squares, mean_logit)
+
     def statistics(self, asked: Statistics) -> TokenStatistics:
         """The requested statistics, detached."""
-        if not any(asked):
-            return TokenStatistics()
         entropy = -self.expected_log_prob if asked.entropy else None
         found = (self.argmax, self.lse, entropy, self.log_sum_sq_probs, self.mean_logit)
         return changed(TokenStatistics.found(asked, found), torch.Tensor.detach)
@@ -63,14 +67,6 @@ def asked_of_forward(asked: Statistics) -> dict[str, bool]:
 def asked_of_rows(problem: Any) -> dict[str, bool]:
     """The same, and what the losses of a cross-entropy need. `problem` is TokenLosses, or a call."""
     return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
-
-
-def statistics_of_forward(asked: Statistics, results: Sequence[Tensor]) -> TokenStatistics:
-    """The statistics from the forward operator's results, detached."""
-    _, lse, _, expected_log_prob, _, argmax, log_sum_sq_probs, mean_logit, *_ = results
-    entropy = -expected_log_prob
-    found = TokenStatistics.found(asked, (argmax, lse, entropy, log_sum_sq_probs, mean_logit))
-    return changed(found, torch.Tensor.detach)
 
 
 def statistics_of_shards(
@@ -132,34 +128,29 @@ def log_probs_of_targets(
 def log_probs_of_rows(
     target: Tensor,  # (...) or (..., K)
     ignore_index: int,
-    target_logit: Tensor,  # as target
-    lse: Tensor,  # (...), as are the next four
-    expected_log_prob: Tensor | None,
-    argmax: Tensor | None,
-    log_sum_sq_probs: Tensor | None,
-    mean_logit: Tensor | None,
-    lse_rest: Tensor | None = None,  # what the rounding of lse took from it
+    rows: Rows,
+    asked: Statistics,
     *,
     tail: bool,
 ) -> tuple[Tensor, ...]:
-    """Returns log_probs, lse, entropy, argmax, log_sum_sq_probs, mean_logit and the tail's log p, from the statistics
-    of rows. Missing results have shape (0,).
+    """Returns log_probs, lse, entropy, argmax, log_sum_sq_probs, mean_logit and the tail's log p. Missing results have
+    shape (0,).
     """
-    counts = target != ignore_index
+    counts, lse = target != ignore_index, rows.lse
     of_one_class = target.dim() == lse.dim()
     valid = counts if of_one_class else counts.any(-1)
-    nothing = lse.new_zeros(0)
-    log_probs = log_probs_of_targets(counts, target_logit, lse, lse_rest)
-    of_tail = nothing
+    log_probs = log_probs_of_targets(counts, rows.target_logit, lse, rows.lse_rest)
+    of_tail = nothing = lse.new_zeros(0)
     if tail:
         by_target = (log_probs, target, counts)
         of_tail = tail_log_prob(*(s.unsqueeze(-1) if of_one_class else s for s in by_target))
     return (
         log_probs,
         torch.where(valid, lse, 0.0),
-        nothing if expected_log_prob is None else torch.where(valid, -expected_log_prob, 0.0),
-        nothing.to(torch.int64) if argmax is None else argmax,
-        *(nothing if n is None else torch.where(valid, n, 0.0) for n in (log_sum_sq_probs, mean_logit)),
+        torch.where(valid, -rows.expected_log_prob, 0.0) if asked.entropy else nothing,
+        rows.argmax if asked.argmax else nothing.to(torch.int64),
+        torch.where(valid, rows.log_sum_sq_probs, 0.0) if asked.log_sum_sq_probs else nothing,
+        torch.where(valid, rows.mean_logit, 0.0) if asked.mean_logit else nothing,
         of_tail,
     )
 

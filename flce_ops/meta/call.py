@@ -98,6 +98,7 @@ class Argument(NamedTuple):
     name: str
     type: str
     default: Any
+    path: str  # of the value within a call: "ignore_index", or "operands.input"
 
     def declared(self, with_default: bool = True) -> str:
         default = f"={self.default!r}" if with_default and self.default is not REQUIRED else ""
@@ -122,9 +123,7 @@ class Arguments:
     index: ClassVar[dict[str, int]]
     keywords: ClassVar[tuple[str, ...]]
     defaults: ClassVar[list[Any]]
-    # name, group or None, index of the first value, index after the last
-    fields: ClassVar[list[tuple[str, Any, int, int]]]
-    places: ClassVar[list[tuple[str, Any, Any]]]  # name, group or None, index or slice
+    fields: ClassVar[list[tuple[str, Any, Any]]]  # name, group or None, index or slice
     names: ClassVar[frozenset[str]]  # of all fields
     usual: ClassVar[dict[str, Any]]  # fields that have defaults
     tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
@@ -140,25 +139,23 @@ class Arguments:
             start = len(arguments)
             if name == keyword_from:
                 cls.positional = start
-            group = hint if hasattr(hint, "_fields") else None
-            if group is None:
-                arguments.append(Argument(name, schema_type(hint), getattr(cls, name, REQUIRED)))
-            else:
-                hints = get_type_hints(group, include_extras=True)
-                arguments += [
-                    Argument(field, schema_type(hints[field]), group._field_defaults.get(field, REQUIRED))
-                    for field in group._fields
-                ]
-            cls.fields.append((name, group, start, len(arguments)))
+            if not hasattr(hint, "_fields"):
+                arguments.append(Argument(name, schema_type(hint), getattr(cls, name, REQUIRED), name))
+                cls.fields.append((name, None, start))
+                continue
+            hints, defaults = get_type_hints(hint, include_extras=True), hint._field_defaults
+            for field in hint._fields:
+                default = defaults.get(field, REQUIRED)
+                arguments.append(Argument(field, schema_type(hints[field]), default, f"{name}.{field}"))
+            cls.fields.append((name, hint, slice(start, len(arguments))))
         cls.arguments = tuple(arguments)
         cls.positional = len(arguments) if cls.positional < 0 else cls.positional
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
         cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
-        cls.places = [(name, group, slice(start, stop) if group else start) for name, group, start, stop in cls.fields]
         cls.names = frozenset(name for name, *_ in cls.fields)
         cls.usual = {}
-        for name, group, place in cls.places:
+        for name, group, place in cls.fields:
             if group is None and cls.defaults[place] is not REQUIRED:
                 cls.usual[name] = cls.defaults[place]
             elif group is not None and len(group._field_defaults) == len(group._fields):
@@ -195,7 +192,7 @@ class Arguments:
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
         fields, make = call.__dict__, tuple.__new__
-        for name, group, place in cls.places:
+        for name, group, place in cls.fields:
             fields[name] = values[place] if group is None else make(group, values[place])
         return call
 
@@ -232,7 +229,7 @@ class Arguments:
 
     def values(self) -> list[Any]:
         fields, values = self.__dict__, []
-        for name, group, _ in self.places:
+        for name, group, _ in self.fields:
             if group is None:
                 values.append(fields[name])
             else:

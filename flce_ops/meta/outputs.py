@@ -39,6 +39,7 @@ from .checks import (
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
+Check = Callable[[str, Any, Any], None]  # takes the operator, a call, and the group or argument that is checked
 Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 EXPECTATION = ("grad_expected_log_prob", "expected_log_prob")
@@ -56,26 +57,24 @@ TOKENS = (
 def outputs(call: Any) -> Any:
     """Checks the call and returns its uninitialised results: a tuple, or the only one."""
     for check, of in checks_of(call.__class__):
-        if of is None or of(call) is not None:
-            check(call.op, call)
+        value = of(call)
+        if value is not None:
+            check(call.op, call, value)
     results = allocate(call.results, call)
     return results if len(results) > 1 else results[0]
 
 
 @functools.cache
-def checks_of(arguments: type[Arguments]) -> list[tuple[Callable[[str, Any], None], Callable | None]]:
-    """The checks of an operator. Each comes with a function that gets the checked argument from a call, if that
-    argument may be None.
-    """
-    found: list[tuple[Callable[[str, Any], None], Callable | None]] = []
+def checks_of(arguments: type[Arguments]) -> list[tuple[Check, Callable[[Any], Any]]]:
+    """The checks of an operator. Each comes with a function that gets the checked group or argument from a call."""
+    found: list[tuple[Check, Callable[[Any], Any]]] = []
     for kind, check in CHECKS.items():
-        for name, group, start, stop in arguments.fields:
+        for name, group, _ in arguments.fields:
             if kind is group is not None and not (kind is SparseGradient and "output_mask" not in arguments.index):
-                found.append((check, None))
-            for argument in arguments.arguments[start:stop]:
-                if kind == argument.name and argument.type.startswith("Tensor"):
-                    path = name if group is None else f"{name}.{kind}"
-                    found.append((check, attrgetter(path) if argument.type == "Tensor?" else None))
+                found.append((check, attrgetter(name)))
+        for argument in arguments.arguments:
+            if kind == argument.name and argument.type.startswith("Tensor"):
+                found.append((check, attrgetter(argument.path)))
     return found
 
 
@@ -99,21 +98,20 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def check_head(op: str, call: Any) -> None:
-    operands = call.operands
+def check_head(op: str, call: Any, operands: Any) -> None:
     if isinstance(call, VocabParallelWithGrad):  # its class weights cover the classes of all ranks
         check_operands(op, operands._replace(weight=None))
         return
     topk = isinstance(operands, Operands)
     check_operands(op, operands if topk else Operands(*operands), topk=topk)
     if operands.target.dim() == 2 and getattr(call, "target_weight", operands) is None:
-        check_target_weight(op, call)
+        check_target_weight(op, call, None)
 
 
-def check_pair(op: str, call: Any) -> None:
-    input, linear_weight, low_rank_input, low_rank_weight, *_ = call.operands
+def check_pair(op: str, call: Any, operands: LowRankOperands) -> None:
+    input, linear_weight, low_rank_input, low_rank_weight, *_ = operands
     pair = {"low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}
-    check_operands(op, call.operands.head)
+    check_operands(op, operands.head)
     check_dense(op, **pair)
     for (name, tensor), of in zip(pair.items(), (input, linear_weight)):
         if tensor.dim() != 2 or tensor.shape[0] != of.shape[0]:
@@ -121,26 +119,26 @@ def check_pair(op: str, call: Any) -> None:
         if tensor.dtype != input.dtype:
             raise TypeError(f"{op}: expected {name} in input's dtype {input.dtype}, got {tensor.dtype}")
     check_linear(op, low_rank_input, low_rank_weight, None, ("low_rank_input", "low_rank_weight", ""))
-    check_device(op, input, **pair)
+    check_device(op, input, "input", **pair)
 
 
-def check_logits(op: str, call: Any) -> None:
-    logits, target, weight = call.operands
-    check_dense(op, **call.operands._asdict())
+def check_logits(op: str, call: Any, operands: LogitOperands) -> None:
+    logits, target, weight = operands
+    check_dense(op, **operands._asdict())
     if logits.dtype not in SUPPORTED_DTYPES:
         refuse_dtype(op, "logits", logits)
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
     check_target_dtype(op, target)
-    check_per_row(op, call.operands, target=target)
+    check_per_row(op, operands, target=target)
     if weight is not None:
         check_per_class(op, "weight", weight, logits.shape[1], "logits.T")
     check_device(op, logits, "logits", target=target, weight=weight)
 
 
-def check_row(name: str) -> Callable[[str, Any], None]:
-    def check(op: str, call: Any) -> None:
-        check_per_row(op, call.operands, **{name: call.values()[call.index[name]]})
+def check_row(name: str) -> Check:
+    def check(op: str, call: Any, numbers: Tensor) -> None:
+        check_per_row(op, call.operands, **{name: numbers})
         if name not in EXPECTATION:
             return
         # batch_invariant may have the second alone, which says what forward summed
@@ -151,11 +149,10 @@ def check_row(name: str) -> Callable[[str, Any], None]:
     return check
 
 
-def check_number(name: str, beside: str) -> Callable[[str, Any], None]:
+def check_number(name: str, beside: str) -> Check:
     """A check that the argument is one number for all tokens or one for each token, as the number `beside` is."""
 
-    def check(op: str, call: Any) -> None:
-        number = call.values()[call.index[name]]
+    def check(op: str, call: Any, number: Tensor) -> None:
         if number.dim() == 1 and not isinstance(call, LowRankWithGrad):
             check_per_row(op, call.operands, **{name: number})
             other = call.values()[call.index[beside]]
@@ -170,8 +167,8 @@ def check_number(name: str, beside: str) -> Callable[[str, Any], None]:
     return check
 
 
-def check_target_weight(op: str, call: Any) -> None:
-    target, target_weight = call.operands.target, call.target_weight
+def check_target_weight(op: str, call: Any, target_weight: Tensor | None) -> None:
+    target = call.operands.target
     if (target.dim() == 2) != (target_weight is not None):
         raise ValueError(
             f"{op}: expected a target of shape (N, K) and target_weight together, got target of shape "
@@ -181,18 +178,13 @@ def check_target_weight(op: str, call: Any) -> None:
     check_device(op, call.operands.input, target_weight=target_weight)
 
 
-def check_grad_target_logit(op: str, call: Any) -> None:
-    check_per_target(op, call.operands.target, grad_target_logit=call.cotangents.grad_target_logit)
-
-
-def check_grad_grads(op: str, call: Any) -> None:
-    for tensor, like, name in zip(call.grad_grads, call.operands, GradGrads._fields[:2]):
+def check_grad_grads(op: str, call: Any, grad_grads: GradGrads) -> None:
+    for tensor, like, name in zip(grad_grads, call.operands, GradGrads._fields[:2]):
         if tensor is not None and tensor.shape != like.shape:
             raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
 
 
-def check_retained(op: str, call: Any) -> None:
-    retained = call.retained
+def check_retained(op: str, call: Any, retained: Tensor) -> None:
     columns = call.operands.saved_columns
     if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
         raise ValueError(
@@ -201,8 +193,8 @@ def check_retained(op: str, call: Any) -> None:
         )
 
 
-def check_added(op: str, call: Any) -> None:
-    check_main_grad(op, call.operands, call.main_grad)
+def check_added(op: str, call: Any, main_grad: Tensor) -> None:
+    check_main_grad(op, call.operands, main_grad)
     if not isinstance(call, BackwardInPlace):
         return
     if call.sparse.gradient_threshold:
@@ -211,33 +203,32 @@ def check_added(op: str, call: Any) -> None:
         raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
 
 
-def check_support(op: str, call: Any) -> None:
-    input, (classes, *of_tokens) = call.operands.input, call.support
+def check_support(op: str, call: Any, support: Support) -> None:
+    input, (classes, *of_tokens) = call.operands.input, support
     shape = input.shape[:1]
     if classes.dim() != 1 or any(numbers.shape != shape for numbers in of_tokens):
-        got = ", ".join(str(tuple(numbers.shape)) for numbers in call.support)
+        got = ", ".join(str(tuple(numbers.shape)) for numbers in support)
         raise ValueError(
             f"{op}: expected classes of shape (E,), and begins, ends and sizes of shape {tuple(shape)}, got {got}"
         )
-    for name, tensor in call.support._asdict().items():
+    for name, tensor in support._asdict().items():
         dtype = torch.int32 if name == "classes" else torch.int64
         if tensor.dtype != dtype:
             raise TypeError(f"{op}: expected {name} in {dtype}, got {tensor.dtype}")
-    check_device(op, input, **call.support._asdict())
+    check_device(op, input, **support._asdict())
 
 
-def check_products(op: str, call: Any) -> None:
-    if call.products.shape != call.support.classes.shape:
-        raise ValueError(
-            f"{op}: expected products of shape {tuple(call.support.classes.shape)}, got {tuple(call.products.shape)}"
-        )
+def check_products(op: str, call: Any, products: Tensor) -> None:
+    expected = tuple(call.support.classes.shape)
+    if products.shape != expected:
+        raise ValueError(f"{op}: expected products of shape {expected}, got {tuple(products.shape)}")
 
 
-def check_divergence_rows(op: str, call: Any) -> None:
+def check_divergence_rows(op: str, call: Any, student_kl: Tensor) -> None:
     """Checks what forward returned for rows: teacher_shift and student_kl are empty if forward has none."""
     input = call.operands.input
     if call.options.of_student:
-        check_per_row(op, call.operands, student_kl=call.student_kl)
+        check_per_row(op, call.operands, student_kl=student_kl)
     shifts = {"shift": call.shift}
     if call.operands.teacher_probs is None:
         shifts["teacher_shift"] = call.teacher_shift
@@ -246,15 +237,15 @@ def check_divergence_rows(op: str, call: Any) -> None:
             raise ValueError(f"{op}: expected {name} of shape (2, {input.shape[0]}), got {tuple(tensor.shape)}")
 
 
-CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in this order
+CHECKS: dict[Any, Check] = {  # by group or argument, in this order
     Operands: check_head,
     RowOperands: check_head,
     LowRankOperands: check_pair,
     LogitOperands: check_logits,
-    KlDivOperands: lambda op, call: kl_div_checks.check_operands(op, call.operands, call.options),
-    "denominator": lambda op, call: check_denominator(op, call.reduction),
+    KlDivOperands: lambda op, call, operands: kl_div_checks.check_operands(op, operands, call.options),
+    "denominator": lambda op, call, _: check_denominator(op, call.reduction),
     **{
-        objective.options_of: lambda op, call: call.objective.check(op, call.options, call.tokens)
+        objective.options_of: lambda op, call, options: call.objective.check(op, options, call.tokens)
         for objective in RowObjective.named.values()
     },
     **{name: check_row(name) for name in TOKENS},
@@ -264,13 +255,13 @@ CHECKS: dict[Any, Callable[[str, Any], None]] = {  # by group or argument, in th
         for name, beside in (("softcap", "logit_scale"), ("logit_scale", "softcap"))
     },
     "target_weight": check_target_weight,
-    "grad_target_logit": check_grad_target_logit,
+    "grad_target_logit": lambda op, call, grad: check_per_target(op, call.operands.target, grad_target_logit=grad),
     GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
     "retained": check_retained,
     Support: check_support,
     "products": check_products,
     # forward only passes these options on to backward
-    SparseGradient: lambda op, call: check_sparse(op, call.sparse, call.operands.input),
+    SparseGradient: lambda op, call, sparse: check_sparse(op, sparse, call.operands.input),
     "main_grad": check_added,
 }

@@ -7,7 +7,7 @@ function.py                      the base class of every operator's derivative
     autograd.py                  derivatives of the forward and the backward operators
     made_in_forward.py           the derivative of a scalar loss whose gradients forward makes
     with_grad_autograd.py        such losses of a head, and their gradients under create_graph
-    kl_div_autograd.py, cross_entropy_autograd.py, support_autograd.py
+    kl_div_autograd.py, cross_entropy_autograd.py
 autocast.py, flops.py            kernels on autocast's keys; formulas for torch.utils.flop_counter
 """
 

@@ -30,9 +30,8 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
 def autocast_call(call: Any) -> None:
     """Casts the operands of an entry operator's call in place."""
     device_type = getattr(call, call.fields[0][0]).device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        operands = {name: getattr(call, name) for name in call.index if name in OPERANDS}
-        vars(call).update(zip(operands, autocast_operands(device_type, *operands.values())))
+    operands = {name: getattr(call, name) for name in call.index if name in OPERANDS}
+    vars(call).update(zip(operands, autocast_operands(device_type, *operands.values())))
 
 
 def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:

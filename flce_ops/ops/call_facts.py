@@ -83,17 +83,15 @@ def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
     )
 
 
-def loss_facts(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, **known) -> CallFacts:
-    """The facts of a scalar loss before its operator is known. `known` holds further facts."""
-    return CallFacts(device_type(input), input.dtype, **around(input, linear_weight, linear_bias), **known)
+def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
+    """The facts of a scalar loss, before its operator is known. `known` holds further facts."""
+    return CallFacts(device_type(input), input.dtype, **around(input, *leaves), **known)
 
 
 def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
     """The facts of a scalar loss of a head with a low-rank pair."""
     input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
-    known["trains_weight"] = needs_gradient(linear_weight)
-    leaves = (input, pair_input, pair_weight, linear_bias)
-    return CallFacts(device_type(input), input.dtype, **around(*leaves), **known)
+    return loss_facts(input, pair_input, pair_weight, linear_bias, trains_weight=needs_gradient(linear_weight), **known)
 
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:

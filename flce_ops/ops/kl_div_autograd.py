@@ -35,7 +35,8 @@ class ForwardFunction(KlDivFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        return results if is_scaled(call) else results[1:]
+        # where G has the factor e^divergence, backward multiplies it into the cotangent
+        return results[DIVERGENCES[call.options.kind].scale_of_sums is None :]
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_divergence, *_):
@@ -46,11 +47,6 @@ class ForwardFunction(KlDivFunction):
         rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
         gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, output_mask=mask).dispatched()
         return where_wanted(gradients, mask)
-
-
-def is_scaled(call: KlDivForward) -> bool:
-    """Whether G has the factor e^divergence, which backward multiplies into the cotangent."""
-    return DIVERGENCES[call.options.kind].scale_of_sums is not None
 
 
 class BackwardFunction(WithoutDerivative, KlDivFunction):

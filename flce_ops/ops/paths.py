@@ -17,9 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..math.options import LowRankOperands
 from ..math.shards import shard_rows
 from ..meta import saved_columns
 from ..meta.arguments import ROW_LOSSES, Backward, BackwardInPlace, Forward
@@ -28,7 +26,7 @@ from ..support.path import Choice
 from ..support.table import Condition, Path, choose
 from ..support.vendor import made_by_nvidia
 from ..support.workspace import rows_to_retain
-from .call_facts import CallFacts, given_logits_facts, loss_facts, pair_facts
+from .call_facts import CallFacts, loss_facts
 
 PACKAGE = __package__.rpartition(".")[0]  # the package of the modules in the tables; its name may differ
 
@@ -242,16 +240,6 @@ def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **kn
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
     facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias, **known)
     return path_of_loss(title, facts) != "recompute"
-
-
-def path_of_pair(operands: LowRankOperands, **known) -> str:
-    """How a scalar loss of a head with a low-rank pair makes its gradients."""
-    return choose(LOSS["a scalar loss of a head with a low-rank pair"], pair_facts(operands, **known)).name
-
-
-def path_of_given_logits(logits: Tensor, handed_over: bool) -> str:
-    """How a scalar loss of given logits makes their gradient."""
-    return choose(LOSS["a scalar loss of given logits"], given_logits_facts(logits, handed_over)).name
 
 
 def saved_rows(call: Forward) -> int:

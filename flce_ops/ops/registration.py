@@ -43,7 +43,6 @@ from . import (
     cross_entropy_autograd,
     kl_div_autograd,
     paths,
-    support_autograd,
     with_grad_autograd,
 )
 from .autocast import autocast_kernel
@@ -62,8 +61,8 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     with_grad_autograd.WithGradFunction,
     with_grad_autograd.LowRankWithGradFunction,
     *with_grad_autograd.ROW_LOSS_FUNCTIONS,
-    support_autograd.ForwardFunction,
-    support_autograd.BackwardFunction,
+    autograd.SupportForwardFunction,
+    autograd.SupportBackwardFunction,
     kl_div_autograd.ForwardFunction,
     kl_div_autograd.BackwardFunction,
     kl_div_autograd.WithGradFunction,

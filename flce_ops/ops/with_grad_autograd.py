@@ -17,7 +17,7 @@ from torch import Tensor
 from .._ops import ops
 from ..math.options import Operands, Statistics, accumulation_dtype, changed
 from ..math.reduction import Reduction
-from ..math.statistics import asked_of_rows, log_probs_of_targets, statistics_of_forward, surprisal
+from ..math.statistics import Rows, asked_of_rows, log_probs_of_targets, surprisal
 from ..math.topk import tokens_that_count
 from ..meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from ..meta.checks import check_constants
@@ -88,7 +88,7 @@ class LowRankWithGradFunction(MadeInForward):
 
 
 # An objective; the surprisals that it reads, (N,) or (N, K); the other per-token results of the operator.
-Rows = tuple[RowObjective, Tensor, Sequence[Tensor | None]]
+OfRows = tuple[RowObjective, Tensor, Sequence[Tensor | None]]
 
 
 def differentiable_gradients(
@@ -115,7 +115,7 @@ def recomputed_step(
     if isinstance(call, WithGrad):
         asked = asked_of_rows(call)
     found = Forward.run(forward, Forward.like(call, operands=operands, **asked).values())
-    of_rows: Callable[..., Rows] = rows_of_classes if isinstance(call, WithGrad) else rows_of_policy
+    of_rows: Callable[..., OfRows] = rows_of_classes if isinstance(call, WithGrad) else rows_of_policy
     valid = tokens_that_count(operands.target, call.ignore_index)
     objective, surprisals, besides = of_rows(call, operands, valid, found)
     _, lse, logit_sum, *_, lse_rest, retained = found
@@ -128,16 +128,16 @@ def recomputed_step(
     return Backward.run(backward, of_backward.values()), losses, besides
 
 
-def rows_of_classes(call: WithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
+def rows_of_classes(call: WithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> OfRows:
     target_logit, lse, *_, lse_rest, _ = found
     target, topk_weight = operands.target, call.target_weight
     if topk_weight is not None:
         topk_weight = topk_weights(target, topk_weight, call.ignore_index, lse.dtype)
     objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, lse.dtype, topk_weight)
-    return objective, surprisal(target_logit, lse, lse_rest), statistics_of_forward(call.statistics, found)
+    return objective, surprisal(target_logit, lse, lse_rest), Rows.of_forward(found).statistics(call.statistics)
 
 
-def rows_of_policy(call: RowLossWithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> Rows:
+def rows_of_policy(call: RowLossWithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> OfRows:
     target_logit, lse, *_, lse_rest, _ = found
     log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
     tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(lse.dtype))

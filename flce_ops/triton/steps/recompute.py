@@ -9,7 +9,7 @@ import torch
 
 from ... import meta
 from ...math.options import Cotangents
-from ...math.statistics import asked_of_forward, statistics_of_forward, surprisal
+from ...math.statistics import Rows, asked_of_forward, surprisal
 from ...math.topk import beside_topk
 from ...meta.arguments import Backward, Forward, WithGrad
 from ..gemm.weight_gradient import WeightGradient
@@ -46,7 +46,7 @@ def recompute_step(
         found.append((per_token.log_probs, -distance))
     for out, values in found:
         out.copy_(torch.where(mine, torch.where(valid, values, 0.0), out))
-    for of_tokens, values in zip(per_token.statistics, statistics_of_forward(call.statistics, outputs)):
+    for of_tokens, values in zip(per_token.statistics, Rows.of_forward(outputs).statistics(call.statistics)):
         if values is not None:
             of_tokens.copy_(torch.where(mine, values, of_tokens))
     cotangents = objective.cotangents(slopes, call.reduction.scale_of_tokens(valid, torch.float32))
