@@ -312,7 +312,7 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
-            features.append(type(value))
+            features.append(value.op)
             describe(value.values(), tensors, features)
         else:
             features.append(value)
