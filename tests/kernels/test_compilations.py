@@ -311,26 +311,28 @@ def traced():
     return Jitted, compiled
 
 
-def test_kernels_are_compiled_after_all_numbers_of_tokens_are_traced_the_longest_first(traced, monkeypatch):
-    from flce_ops.support.vendor import H200
+def test_kernels_are_compiled_after_two_numbers_of_tokens_are_traced_the_longest_first(traced, monkeypatch):
+    from flce_ops.support.vendor import H200, compiling
     from flce_ops.triton.launch import ahead
 
     jitted, compiled = traced
     kernels = [jitted(name) for name in ("compact_tokens_kernel", "weight_gradient_kernel", "overflow_rows_kernel")]
-    stand_ins = []
+    later, stand_ins, tokens = jitted("target_rows_kernel"), [], []
 
     def trace():
-        for kernel in kernels:
+        tokens.append(compiling.get().tokens)
+        for kernel in [later] if len(tokens) > 1 else kernels:
             stand_ins.append(ahead.compile_later(kernel, "key", 0, kernel.compile))
-        assert not compiled and all(kernel.device_caches[0][0]["key"] is stand_in for kernel, stand_in in pairs())
-
-    def pairs():
-        return zip(kernels, stand_ins)
+            if len(tokens) == 1:
+                assert not compiled and kernel.device_caches[0][0]["key"] is stand_ins[-1]
 
     monkeypatch.setattr(ahead, "THREADS", 1)
-    assert ahead.compile_side_by_side(H200, "test", trace) == (3, [])
-    assert compiled == ["overflow_rows_kernel", "weight_gradient_kernel", "compact_tokens_kernel"]
-    assert all(stand_in.result() is kernel is kernel.device_caches[0][0]["key"] for kernel, stand_in in pairs())
+    assert ahead.compile_side_by_side(H200, "test", trace) == (4, [])
+    assert compiled == [*(kernel.__name__ for kernel in reversed(kernels)), "target_rows_kernel"]
+    for kernel, stand_in in zip([*kernels, later], stand_ins):
+        assert stand_in.result() is kernel is kernel.device_caches[0][0]["key"]
+    first, others = tokens
+    assert first + others == ahead.TOKENS and max(first) > 16384 and min(first) == 1 and len(first) < 4
 
 
 def test_a_kernel_that_waits_when_tracing_fails_is_forgotten(traced):

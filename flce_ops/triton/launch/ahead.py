@@ -1,12 +1,13 @@
 """Compiling ahead: before its first launch, a call compiles every kernel that it can launch for any N, in parallel.
 
     run the call on meta tensors, for each N of TOKENS      The launcher branches as usual. Each launch only notes which
-                                                            kernel to compile: 0.4 s. Triton's digest is made beside it.
+                                                            kernel to compile.
     if a gradient is wanted, also the calls of backward     All cotangents are assumed to be there.
     threads compile the kernels                             In parallel: Triton releases the GIL in MLIR and LLVM, and
                                                             ptxas is a process. Making Triton's IR holds the GIL: 0.8
-                                                            of the 16 s that 23 kernels take an H200's host. So the IR
-                                                            of the kernels that LLVM takes longest for is made first.
+                                                            of the 16 s that 23 kernels take an H200's host. So no
+                                                            thread starts before two N, 0.1 s, have named nearly all
+                                                            kernels, and the IR of those that take longest is first.
     and load them                                           onto the device, if there is one
     a file in Triton's cache says that they are compiled     A later process reads the kernels from the cache.
 
@@ -48,7 +49,8 @@ logger = logging.getLogger("flce_ops")
 # These N give one chunk and several, few tokens and many. Nothing else that depends on N is a constant of a kernel.
 # tests/kernels/test_compilations.py compares them with random N.
 TOKENS = (65536, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))
-ENOUGH_LAUNCHES = 300  # a call with this many launches has had chunks of every kind
+FIRST = 2  # these launch nearly all kernels
+ENOUGH_LAUNCHES = 150  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
     *("linear_weight", "linear_bias", "weight", "low_rank_weight", "main_grad"),
@@ -124,22 +126,23 @@ def compile_side_by_side(
     Returns their number, and the names and errors of those that failed.
     """
     start, ahead = time.perf_counter(), Compiling(chip)
+    kernels: list[Waiting] = ahead.kernels
 
     def trace_alone() -> None:
         compiling.set(ahead)
         trace()
 
-    kernels: list[Waiting] = ahead.kernels
     try:
         wait_for_driver()
-        copy_context().run(trace_alone)
-        wait_for_triton()  # until here Triton's digest was made beside
-        kernels.sort(key=lambda kernel: LONGEST.index(kernel.name) if kernel.name in LONGEST else len(LONGEST))
         with without_texts(), ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(functools.partial(Waiting.compile_and_load, device=device), kernels))
+            for ahead.tokens in (TOKENS[:FIRST], TOKENS[FIRST:]):
+                before = len(kernels)
+                copy_context().run(trace_alone)
+                for kernel in sorted(kernels[before:], key=Waiting.place):
+                    pool.submit(kernel.compile_and_load, device)
     finally:
         for kernel in kernels:
-            kernel.give_up(RuntimeError("compiling ahead has ended"))
+            kernel.end()
     failed = [(kernel.name, error) for kernel in kernels if (error := kernel.future.exception()) is not None]
     count, seconds = len(kernels) - len(failed), time.perf_counter() - start
     if count:
@@ -159,21 +162,27 @@ class Waiting:
     key: Hashable
     future: Future = field(default_factory=Future)
 
+    def place(self) -> int:
+        return LONGEST.index(self.name) if self.name in LONGEST else len(LONGEST)
+
     def compile_and_load(self, device: torch.device | None) -> None:
         """With Triton 3.6, loading a kernel also compiles its launcher in C."""
         try:
+            wait_for_triton()
             kernel = self.compile()
             if device is not None:
                 with torch.cuda.device(device):  # the current device is per thread
                     kernel.run  # noqa: B018  loads it
             self.future.set_result(kernel)
         except Exception as error:
-            self.give_up(error)
-
-    def give_up(self, error: Exception) -> None:
-        if not self.future.done():
-            self.cache.pop(self.key, None)  # so a launch compiles the kernel again
             self.future.set_exception(error)
+
+    def end(self) -> None:
+        """Forgets a kernel that was not compiled or loaded, so a launch compiles it again."""
+        if not self.future.done():
+            self.future.set_exception(RuntimeError("compiling ahead has ended"))
+        if self.future.exception() is not None:
+            self.cache.pop(self.key, None)
 
 
 def compile_later(jitted: Any, key: Hashable, device: int, compile: Callable[[], Any]) -> Any:
@@ -218,7 +227,7 @@ def without_texts() -> Iterator[None]:
 def trace(launch: Callable, call: Arguments) -> None:
     ahead, head = compiling.get(), head_of(call)
     ahead.heads.setdefault(head, max(TOKENS))
-    for tokens in TOKENS:
+    for tokens in ahead.tokens:
         if tokens > ahead.heads[head]:
             continue
         before = ahead.launches

@@ -208,9 +208,9 @@ class Replay:
         self.lock = threading.Lock()  # one thread at a time uses the cells
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        device = tensors[0].device
-        memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
-        stream = current_stream(device.index)
+        first = tensors[0]
+        memory = [first.new_empty(nbytes, dtype=torch.uint8) for nbytes in self.blocks]
+        stream = current_stream(first.get_device())
         addresses = tuple(map(Tensor.data_ptr, (*tensors, *memory)))
         if launch_graph(self.launches, addresses, stream):
             return self.result
@@ -310,7 +310,7 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
-            features.append(type(value))
+            features.append(value.op)
             describe(value.values(), tensors, features)
         else:
             features.append(value)
