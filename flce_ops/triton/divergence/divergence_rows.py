@@ -158,7 +158,7 @@ def divergence_kernel(
             log2_q, dz_du = log_probabilities(student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN, HINTS)
             if not TEACHER_PROBS:
                 log2_p, _ = log_probabilities(
-                    teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN
+                    teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN, HINTS
                 )
             else:
                 log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
