@@ -166,17 +166,7 @@ def divergence_kernel(
                     log2_p = tl.log2(log2_p)
             if sums_ptr is not None:
                 terms = OF_ENTRY(log2_q, log2_p, beta)
-                if not ADD:
-                    partial = tile.to(tl.int64) * row_distance(n) + rows
-                    next_sum = tl.cdiv(V, BLOCK_V).to(tl.int64) * row_distance(n)
-                    for j in tl.static_range(SUMS):
-                        tl.store(
-                            sums_ptr + j * next_sum + partial, tl.sum(terms[j], 1), mask=row_mask & (cols_start < V)
-                        )
-                elif k == 0:
-                    totals = terms
-                else:
-                    totals = added(totals, terms, SUMS)
+                totals = terms if k == 0 else added(totals, terms, SUMS)
             if gradient_ptr is not None:
                 gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
                 if student.softcap is not None:
