@@ -160,9 +160,10 @@ def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor: 
 
     With s the log of that sum, log(1 - e^s) is log1p(-e^s) if the tail is the larger part and log(-expm1(s)) if it is
     the smaller. A tail probability below the dtype's eps is only a rounding error of the sum. In that case the result
-    is log(eps), with gradient 0.
+    is log(eps), with gradient 0. A class that is switched off adds nothing: logsumexp of nothing else would have a
+    derivative of nan.
     """
-    named = counts & ~repeats(target)
+    named = counts & ~repeats(target) & (log_probs != -torch.inf)
     total = torch.where(named, log_probs, -torch.inf).logsumexp(-1)
     total = torch.where(counts.any(-1), total.clamp(max=-torch.finfo(total.dtype).eps), -torch.inf)
     small = total < -math.log(2.0)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...objectives.divergence import Divergence, Forward
+from ...objectives.divergence import Divergence, Forward, TotalVariation
 from ...objectives.in_triton import LN2, number
 from ..gemm.device import interpreted
 from ..gemm.logits_gemm import LOG2E, base2_logits
@@ -34,6 +34,7 @@ from .softmax_rows import Softmax, move_shift
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
+SUM_TILES, REVERSED, HINTS = 2, True, False  # TRIAL
 BLOCK_ROWS = 64  # rows of a program, in kernels that read one number for each row
 
 
@@ -62,7 +63,18 @@ def load_shift(softmax, rows, row_mask, n):
 
 @triton.jit
 def log_probabilities(
-    softmax, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN: tl.constexpr, EVEN: tl.constexpr
+    softmax,
+    shift,
+    rows,
+    token,
+    cols,
+    row_mask,
+    tile,
+    n,
+    V,
+    BY_TOKEN: tl.constexpr,
+    EVEN: tl.constexpr,
+    HINTS: tl.constexpr,
 ):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
@@ -72,7 +84,8 @@ def log_probabilities(
     FILLED: tl.constexpr = EVEN and softmax.softcap is None and softmax.logits.dtype.element_ty != tl.int16
     others: tl.constexpr = float("-inf") if FILLED else 0.0
     places = softmax.logits + rows.to(tl.int64)[:, None] * softmax.stride + cols[None, :]
-    logits = tl.load(places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others)
+    policy: tl.constexpr = "evict_first" if HINTS else ""
+    logits = tl.load(places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others, eviction_policy=policy)
     if softmax.logits.dtype.element_ty == tl.int16:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
@@ -107,12 +120,17 @@ def divergence_kernel(
     GRADIENT: tl.constexpr,
     SUMS: tl.constexpr,  # s, the number of sums
     TILES: tl.constexpr,  # tiles of a program
-    ADD: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr,  # rows have no padding
+    REVERSED: tl.constexpr,
+    HINTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    row_start = tl.program_id(1) * BLOCK_N
+    first_tile, row_block = tl.program_id(0) * TILES, tl.program_id(1)
+    if REVERSED:
+        first_tile = (tl.num_programs(0) - 1) * TILES - first_tile
+        row_block = tl.num_programs(1) - 1 - row_block
+    row_start = row_block * BLOCK_N
     count = valid_rows(valid_tokens, n)
     if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         rows = row_start + tl.arange(0, BLOCK_N)
@@ -134,14 +152,13 @@ def divergence_kernel(
             # nan everywhere: an infinite factor would otherwise give inf, -inf and nan in one row
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
         for k in tl.static_range(TILES):
-            # a tile after the last one has columns after V: it adds 0
-            tile = tl.minimum(tl.program_id(0) * TILES + k, tl.cdiv(V, BLOCK_V) - 1)
-            cols_start = (tl.program_id(0) * TILES + k) * BLOCK_V
-            cols = cols_start + tl.arange(0, BLOCK_V)
-            log2_q, dz_du = log_probabilities(student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN)
+            # after the last tile it is that one once more, with columns after V: it adds 0
+            tile = tl.minimum(first_tile + k, tl.cdiv(V, BLOCK_V) - 1)
+            cols = (first_tile + k) * BLOCK_V + tl.arange(0, BLOCK_V)
+            log2_q, dz_du = log_probabilities(student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN, HINTS)
             if not TEACHER_PROBS:
                 log2_p, _ = log_probabilities(
-                    teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN
+                    teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN, HINTS
                 )
             else:
                 log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
@@ -149,17 +166,7 @@ def divergence_kernel(
                     log2_p = tl.log2(log2_p)
             if sums_ptr is not None:
                 terms = OF_ENTRY(log2_q, log2_p, beta)
-                if not ADD:
-                    partial = tile.to(tl.int64) * row_distance(n) + rows
-                    next_sum = tl.cdiv(V, BLOCK_V).to(tl.int64) * row_distance(n)
-                    for j in tl.static_range(SUMS):
-                        tl.store(
-                            sums_ptr + j * next_sum + partial, tl.sum(terms[j], 1), mask=row_mask & (cols_start < V)
-                        )
-                elif k == 0:
-                    totals = terms
-                else:
-                    totals = added(totals, terms, SUMS)
+                totals = terms if k == 0 else added(totals, terms, SUMS)
             if gradient_ptr is not None:
                 gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
                 if student.softcap is not None:
@@ -167,7 +174,7 @@ def divergence_kernel(
                 if not EVEN or student.softcap is not None:
                     gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
                 store_tile(Matrix(gradient_ptr, student.stride), gradient, rows, cols, rows < n, cols < student.stride)
-        if ADD and sums_ptr is not None:
+        if sums_ptr is not None:
             partial = tl.program_id(0).to(tl.int64) * row_distance(n) + rows
             next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
             for k in tl.static_range(SUMS):
@@ -267,14 +274,14 @@ class Rows:
         self.row_number = student.shift.new_empty(self.n)
         self.scale_of_sums: Tensor | None = None
         # the other divergences need a sum over the row before G; so do given probabilities, which may not add up to 1
+        self.tiles_of_sums = SUM_TILES if issubclass(self.kind, TotalVariation) else 1
         self.gradient_at_once = self.kind is Forward and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """Writes the (s, T, n) sums of the tiles and returns the (s, n) sums of the rows. Makes G, too, if it needs no
         row sum.
         """
-        _, _, tiles, add = _variant(self, True, False)
-        tiles = triton.cdiv(sums.shape[1], tiles) if add else sums.shape[1]
+        tiles = triton.cdiv(sums.shape[1], self.tiles_of_sums)
         sums = sums.view(-1)[: sums.shape[0] * tiles * sums.shape[2]].view(sums.shape[0], tiles, -1)
         self.launch(sums, gradient, None, scale)
         totals = sums.new_empty(sums.shape[0], self.n)
@@ -324,9 +331,8 @@ class Rows:
         assert gradient is None or gradient.stride() == logits.stride()
         # Time in ms at 2048x128256. 16 rows and 8 warps: forward 0.486, G of reverse 0.479, sums of jsd 0.682. 8 rows
         # and 4 warps: 0.483, 0.420, 0.594. 4 rows and 2 warps: 0.455, 0.423, 0.589.
-        block_n, warps, tiles, add = _variant(self, sums is not None, gradient is not None)
-        if interpreted(logits):
-            block_n = 16
+        block_n = 16 if interpreted(logits) else 4
+        tiles = self.tiles_of_sums if gradient is None else 1
         divergence_kernel[(triton.cdiv(student.tile_max.shape[0], tiles), triton.cdiv(self.n, block_n))](
             self.distributions,
             self.beta,
@@ -343,19 +349,10 @@ class Rows:
             GRADIENT=self.kind.gradient.jit,
             SUMS=self.kind.sums,
             TILES=tiles,
-            ADD=bool(add),
             EVEN=logits.shape[1] == student.stride,
+            REVERSED=REVERSED and sums is None,
+            HINTS=HINTS and sums is None,
             BLOCK_N=block_n,
             BLOCK_V=self.tile,
-            num_warps=warps,
+            num_warps=2,
         )
-
-
-# (BLOCK_N, warps, TILES, ADD) of sums and of gradients
-SUMS_OF_KINK, GRADIENT_OF_KINK, OTHERS = (4, 2, 4, True), (4, 2, 4, False), (4, 2, 1, False)
-
-
-def _variant(rows, sums, gradient):
-    if rows.kind.__name__ in ("TotalVariation", "NegativeLogAcceptance"):
-        return SUMS_OF_KINK if sums else GRADIENT_OF_KINK
-    return OTHERS
