@@ -85,7 +85,9 @@ def log_probabilities(
     others: tl.constexpr = float("-inf") if FILLED else 0.0
     places = softmax.logits + rows.to(tl.int64)[:, None] * softmax.stride + cols[None, :]
     policy: tl.constexpr = "evict_first" if HINTS else ""
-    logits = tl.load(places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others, eviction_policy=policy)
+    logits = tl.load(
+        places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others, eviction_policy=policy
+    )
     if softmax.logits.dtype.element_ty == tl.int16:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
@@ -155,7 +157,9 @@ def divergence_kernel(
             # after the last tile it is that one once more, with columns after V: it adds 0
             tile = tl.minimum(first_tile + k, tl.cdiv(V, BLOCK_V) - 1)
             cols = (first_tile + k) * BLOCK_V + tl.arange(0, BLOCK_V)
-            log2_q, dz_du = log_probabilities(student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN, HINTS)
+            log2_q, dz_du = log_probabilities(
+                student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN, HINTS
+            )
             if not TEACHER_PROBS:
                 log2_p, _ = log_probabilities(
                     teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN, HINTS
