@@ -222,7 +222,7 @@ class WeightGradient:
             self.first_rows = n
         of_classes, of_features = self.outer
         outer = None if of_classes is None else of_classes[columns], of_features
-        maps = [None, None]
+        maps: list[Tensor | None] = [None, None]
         if tiles.tma and not self.adds:
             maps = [out if last else total.numbers, total.numbers if last and not first else None]
         half = [tiles.block_m, tiles.block_n // 2]

@@ -201,8 +201,9 @@ class Replay:
         self.cells: list[tuple[Cell, int, int]] = []  # the cell, whose address, and the offset
         for (owner, offset), cell in recording.cells.items():
             if isinstance(owner, Temporary):  # the addresses of blocks come last
-                owner, offset = owner.block - len(self.blocks), owner.offset + offset
-            self.cells.append((cell, owner, offset))
+                self.cells.append((cell, owner.block - len(self.blocks), owner.offset + offset))
+            else:
+                self.cells.append((cell, owner, offset))
         self.launches = launches
         self.result = result
         self.lock = threading.Lock()  # one thread at a time uses the cells

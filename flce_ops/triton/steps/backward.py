@@ -42,7 +42,7 @@ from ..rows.set_entries import launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunks import MULTIPLE, contiguous, padded, record_chunks, slices, with_contiguous_vectors
+from .chunks import MULTIPLE, contiguous, make_vectors_contiguous, padded, record_chunks, slices
 from .gradients import Gradients, finish_gradients, wanted_gradients
 from .one_pass_step import StepTokens
 from .quantized_logits import QuantizedLogits, quantized, quantized_of
@@ -69,8 +69,7 @@ def launch_backward_in_place(call: BackwardInPlace) -> meta.Gradients:
 
 def run_over_tokens(call: Backward) -> meta.Gradients:
     outputs, (input, linear_weight) = meta.outputs(call), call.operands[:2]
-    call.operands = with_contiguous_vectors(call.operands)
-    call.logits = call.logits.contiguous()
+    make_vectors_contiguous(call)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
         call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob

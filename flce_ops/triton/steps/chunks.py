@@ -1,11 +1,12 @@
 """How the workspace is divided: rows of logits for a one-pass step, rows and columns for backward."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
 
 from ...math.options import Operands
+from ...math.reduction import Reduction
 from ...meta.call import Arguments
 from ...support.path import record_run
 from ...support.workspace import get_workspace, matrix_bytes
@@ -169,6 +170,9 @@ def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if vector is None else vector.contiguous() for vector in vectors)
 
 
-def with_contiguous_vectors(operands: Operands) -> Operands:
-    target, linear_bias, weight = contiguous(*operands[2:])
-    return Operands(operands.input, operands.linear_weight, target, linear_bias, weight)
+def make_vectors_contiguous(call: Any) -> None:  # with Operands
+    input, linear_weight, *vectors = call.operands
+    call.operands = Operands(input, linear_weight, *contiguous(*vectors))
+    call.logits = call.logits.contiguous()
+    if "reduction" in call.names:
+        call.reduction = Reduction(*contiguous(*call.reduction))

@@ -22,7 +22,7 @@ from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
 from ..rows.two_sum import lse_in_nats, sum_from_lse
 from ..rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
-from .chunks import MULTIPLE, record_chunks, slices, with_contiguous_vectors
+from .chunks import MULTIPLE, make_vectors_contiguous, record_chunks, slices
 from .exponentials import Asked, launch_exponentials
 from .quantized_logits import clear_unused, quantized_of
 
@@ -92,8 +92,8 @@ def launch_forward(call: Forward) -> meta.Outputs:
             f"tell, got {call.retain}"
         )
     outputs = meta.outputs(call)
-    input, linear_weight, target, *_ = call.operands = with_contiguous_vectors(call.operands)
-    call.logits = call.logits.contiguous()
+    make_vectors_contiguous(call)
+    input, linear_weight, target, *_ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
         # a step that is repeated may not send anything

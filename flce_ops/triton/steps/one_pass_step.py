@@ -151,15 +151,8 @@ class OnePassStep:
         statistics = of_tokens.statistics
         class_sum = None if self.smoothing is None else self.smoothing.class_sum
         at_target = launch_gather_targets(self.call, valid_tokens, rows, class_sum=class_sum, pair=self.pair)
-        tokens = Tokens(
-            valid_tokens,
-            at_target.logit,
-            at_target.dz_du,
-            at_target.column,
-            of_tokens.reduction,
-            of_tokens.losses,
-            of_tokens.log_probs,
-        )
+        # of the targets: logit, dz/du and column
+        tokens = Tokens(valid_tokens, *at_target[:3], of_tokens.reduction, of_tokens.losses, of_tokens.log_probs)
         sums = launch_exponentials(
             self.call,
             valid_tokens,

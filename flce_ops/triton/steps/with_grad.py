@@ -33,7 +33,7 @@ from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
 from .chunking import Chunking, best_chunking, chunk_shard, problem_of
-from .chunks import contiguous, record_chunks, with_contiguous_vectors
+from .chunks import make_vectors_contiguous, record_chunks
 from .gradients import finish_gradients, wanted_gradients
 from .one_pass_step import OnePassStep, StepTokens
 from .recompute import recompute_step
@@ -45,9 +45,7 @@ from .recompute import recompute_step
 @with_padded_features
 def launch_with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
-    call.operands, call.logits = with_contiguous_vectors(call.operands), call.logits.contiguous()
-    if call.reduction.row_scale is not None:
-        call.reduction = Reduction(call.reduction.row_scale.contiguous())
+    make_vectors_contiguous(call)
     return launch_step(call, objective_of(call), outputs, call)
 
 
@@ -55,10 +53,8 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
 @with_padded_features
 def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
-    operands = with_contiguous_vectors(Operands(*call.operands))
-    (row_scale,) = contiguous(call.reduction.row_scale)
-    reduction = Reduction(row_scale, call.reduction.denominator)
-    of_tokens = WithGrad.like(call, operands=operands, reduction=reduction, logits=call.logits.contiguous())
+    of_tokens = WithGrad.like(call, operands=Operands(*call.operands))
+    make_vectors_contiguous(of_tokens)
     objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
     return launch_step(of_tokens, objective, outputs, call)
 
@@ -153,7 +149,7 @@ def step_over_tokens(
 def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     loss, losses, *grads, columns = outputs[:6]
-    call.operands, call.logits = with_contiguous_vectors(call.operands), call.logits.contiguous()
+    make_vectors_contiguous(call)
     input, linear_weight, target, _, weight = call.operands
     rows = shard_rows(call.vocab_size, call.ranks)
     with torch.cuda.device_of(input):
