@@ -139,9 +139,9 @@ def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_class
     check_no_gradient(op, "weight", weight)
 
 
-def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
+def check_no_gradient(op: str, hole: str, tensor: Tensor) -> None:
     if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
-        refuse_hole(op, name)
+        refuse_hole(op, hole)
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
