@@ -252,9 +252,6 @@ def losses_with_grad(call: RowLossWithGrad) -> tuple[Tensor, Tensor, Tensor, Ten
     return call.reduction.loss(losses, valid), losses, *gradients, log_probs
 
 
-policy_with_grad = takes(ROW_LOSSES["linear_policy_loss"])(losses_with_grad)
-
-
 @takes(LowRankWithGrad)
 def low_rank_with_grad(call: LowRankWithGrad) -> Outputs:
     loss, losses, *results = with_grad(concatenated(call))

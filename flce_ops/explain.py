@@ -26,6 +26,7 @@ from .functional import (
 )
 from .math.sparse_gradient import SparseGradient
 from .meta.arguments import ROW_LOSSES
+from .ops.autocast import autocast_operands
 from .ops.call_facts import (
     CallFacts,
     given_logits_facts,
@@ -217,10 +218,8 @@ def has_topk(call: dict) -> bool:
 
 def dtype_in_operators(tensor: Tensor) -> torch.dtype:
     """The tensor's dtype after autocast."""
-    device, dtype = tensor.device.type, tensor.dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return dtype
+    alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return autocast_operands(tensor.device.type, alike)[0].dtype
 
 
 def learnt(call: dict) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..math.options import TokenStatistics
 from ..meta.arguments import LowRankWithGrad
-from .chunks import chunk_products, copy_bytes
+from .chunks import chunk_products
 from .gradients import GradientAccumulator
 from .valid_tokens import kernel_of
 from .with_grad import loss_and_gradients, rows_of_call, rows_of_chunk
@@ -28,8 +28,8 @@ def low_rank_with_grad(call: LowRankWithGrad, outputs: Sequence[Tensor]) -> None
     loss, losses, *grads = outputs
     input, linear_weight, pair_input, pair_weight, *_ = call.operands
     head = call.operands.head
-    reserved = copy_bytes(linear_weight) + 4 * pair_weight.numel()  # and the float32 sum of low_rank_weight's gradient
-    step = rows_of_chunk(call, head, False, reserved=reserved)
+    # reserves memory for the float32 sum of low_rank_weight's gradient
+    step = rows_of_chunk(call, head, False, reserved=4 * pair_weight.numel())
     gradients = PairGradients(call, grads, step)
     products = chunk_products(call, input, linear_weight, head.linear_bias, step)
     products = with_pair(products, pair_input, pair_weight)

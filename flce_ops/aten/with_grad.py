@@ -48,17 +48,15 @@ from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
+NONE_ASKED = Statistics()
+
 
 @kernel_of(WithGrad, checks_target=True, besides=draws_of)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
     input, linear_weight = call.operands[:2]
-    beside, matrices = extra_matrices(call.statistics), 0
-    if draws is not None:
-        beside, matrices = beside + 1, int(needs_exact(call))
-    reserved, want_weight = copy_bytes(linear_weight), call.output_mask[1]
-    step = rows_of_chunk(call, call.operands, want_weight, reserved=reserved, matrices_beside=beside, matrices=matrices)
+    step = rows_of_chunk(call, call.operands, call.output_mask[1], call.statistics, draws)
     gradients = accumulator_of(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
     of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
@@ -69,7 +67,7 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
 def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs = outputs
     input, linear_weight, target, linear_bias = call.operands
-    step = rows_of_chunk(call, call.operands, call.output_mask[1], reserved=copy_bytes(linear_weight))
+    step = rows_of_chunk(call, call.operands, call.output_mask[1])
     gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
@@ -115,15 +113,20 @@ def rows_of_chunk(
     call: WithGrad | LowRankWithGrad | RowLossWithGrad,
     operands: Any,
     want_weight: bool,
+    statistics: Statistics = NONE_ASKED,
+    draws: Draws | None = None,
     *,
-    reserved: int,
-    matrices_beside: int = 0,
-    matrices: int = 0,  # matrices with all rows of a chunk
+    reserved: int = 0,
 ) -> int:
-    in_block = product_is_rounded(operands.input) + (call.logits.softcap is not None) + matrices_beside
-    classes = operands.linear_weight.shape[0]
+    input, linear_weight = operands.input, operands.linear_weight
+    in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(statistics)
     return rows_beside_gradients(
-        operands.input, classes, want_weight, matrices=matrices, matrices_in_block=in_block, reserved=reserved
+        input,
+        linear_weight.shape[0],
+        want_weight,
+        matrices=draws is not None and needs_exact(call),
+        matrices_in_block=in_block + (draws is not None),
+        reserved=reserved + copy_bytes(linear_weight),
     )
 
 

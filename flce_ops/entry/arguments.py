@@ -15,20 +15,7 @@ from ..math import options
 from ..math.kl_div_arguments import KlDivOperands
 from ..math.options import Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
-from ..meta.checks import (
-    SUPPORTED_DTYPES,
-    TARGET_DTYPES,
-    check_constants,
-    check_dense,
-    check_device,
-    check_linear,
-    check_per_class,
-    check_real,
-    check_sparse,
-    check_sparse_options,
-    check_target_dtype,
-    refuse_dtype,
-)
+from ..meta import checks
 from ..meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 from ..objectives import class_probabilities, cross_entropy
 from ..objectives.row import RowObjective
@@ -48,7 +35,7 @@ REDUCTIONS = get_args(ReductionName)
 def check_arguments(call: CrossEntropy) -> None:
     target, weight, target_weight = call.target, call.weight, call.target_weight
     if weight is not None or target_weight is not None:
-        check_dense(OP, weight=weight, target_weight=target_weight)
+        checks.check_dense(OP, weight=weight, target_weight=target_weight)
     check_head(OP, call)
     if weight is not None:
         check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
@@ -61,23 +48,23 @@ def check_arguments(call: CrossEntropy) -> None:
                 f"{tuple(target_weight.shape)}"
             )
         check_no_gradient(OP, "target_weight", target_weight)
-        check_device(OP, call.input, target_weight=target_weight)
+        checks.check_device(OP, call.input, target_weight=target_weight)
     check_reduced(OP, call, call.input, token_weight=call.token_weight)
 
 
 def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     """Checks the arguments of a loss of given logits."""
     logits, target = call.logits, call.target
-    check_dense(op, logits=logits, target=target, weight=call.weight)
-    if logits.dtype not in SUPPORTED_DTYPES:
-        refuse_dtype(op, "logits", logits)
+    checks.check_dense(op, logits=logits, target=target, weight=call.weight)
+    if logits.dtype not in checks.SUPPORTED_DTYPES:
+        checks.refuse_dtype(op, "logits", logits)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
-    check_target_dtype(op, target)
+    checks.check_target_dtype(op, target)
     check_shape(
         op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}, got"
     )
-    check_device(op, logits, "logits", target=target)
+    checks.check_device(op, logits, "logits", target=target)
     if call.weight is not None:
         check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
     check_ranges(op, **call.numbers._asdict())
@@ -86,7 +73,7 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
 
 def check_row_loss(op: str, call: RowLoss) -> None:
     first = call.tokens[0] if call.tokens else None
-    if call.target.is_floating_point() and first is not None and first.dtype in TARGET_DTYPES:
+    if call.target.is_floating_point() and first is not None and first.dtype in checks.TARGET_DTYPES:
         name = call.tokens._fields[0]
         raise TypeError(
             f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and {name} in "
@@ -94,7 +81,7 @@ def check_row_loss(op: str, call: RowLoss) -> None:
         )
     check_head(op, call)
     constants = call.tokens._asdict()
-    check_constants(op, **constants)
+    checks.check_constants(op, **constants)
     check_ranges(op, **call.own._asdict())
     hint = "; one a sequence is {name}[:, None].expand_as(target)"
     what = "one number per token, got"
@@ -104,18 +91,18 @@ def check_row_loss(op: str, call: RowLoss) -> None:
 def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
     """Checks that only the entry of linear_kl_div can make, or must make before it reshapes `operands`."""
     target, input = call.target, operands.input
-    check_dense(op, **operands._asdict(), target=target)
+    checks.check_dense(op, **operands._asdict(), target=target)
     if input.dim() < 1:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
-    check_linear(op, input, operands.linear_weight, operands.linear_bias)
+    checks.check_linear(op, input, operands.linear_weight, operands.linear_bias)
     check_teacher(op, operands)
     check_no_teacher_gradient(op, **operands._asdict())
     for name in ("teacher_logit_scale", "teacher_softcap"):
         if operands.teacher_probs is not None and getattr(call, name) is not None:
             raise ValueError(f"{op}: {name} is of the teacher's logits, but teacher_probs are given; leave {name} out")
     if target is not None:
-        check_target_dtype(op, target)
-    check_device(op, **operands._asdict())
+        checks.check_target_dtype(op, target)
+    checks.check_device(op, **operands._asdict())
     check_reduced(
         op, call, input, what="one entry per token of input, got", target=target, token_weight=call.token_weight
     )
@@ -134,11 +121,11 @@ def check_reduced(
     """Checks what a loss of tokens multiplies, adds and divides by."""
     for name, tensor in (*per_token.items(), ("normalizer", call.normalizer)):
         if tensor is not None:
-            check_dense(op, **{name: tensor})
+            checks.check_dense(op, **{name: tensor})
     for name, tensor in per_token.items():
         if tensor is not None:
-            check_device(op, rows, of, **{name: tensor})
-            check_real(op, **{name: tensor})
+            checks.check_device(op, rows, of, **{name: tensor})
+            checks.check_real(op, **{name: tensor})
             check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
     if call.reduction not in REDUCTIONS:
         check_reduction(op, call.reduction)
@@ -147,14 +134,14 @@ def check_reduced(
 
 
 def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:
-    check_per_class(op, "weight", weight, num_classes, of_classes)
-    check_device(op, rows, of, weight=weight)
+    checks.check_per_class(op, "weight", weight, num_classes, of_classes)
+    checks.check_device(op, rows, of, weight=weight)
     check_no_gradient(op, "weight", weight)
 
 
-def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
+def check_no_gradient(op: str, hole: str, tensor: Tensor) -> None:
     if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
-        refuse_hole(op, name)
+        refuse_hole(op, hole)
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
@@ -177,18 +164,18 @@ def check_main_grad(op: str, call: CrossEntropy) -> None:
 def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     """Operands already have the dtype of autocast."""
     if wants_gradient(call):
-        check_sparse(op, call.sparse, call.input)
+        checks.check_sparse(op, call.sparse, call.input)
     else:
-        check_sparse_options(op, call.sparse)
+        checks.check_sparse_options(op, call.sparse)
 
 
 def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     """Checks the arguments that make logits, and the targets."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
-    check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    checks.check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     if input.dim() < 1:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
-    check_linear(op, input, linear_weight, linear_bias)
+    checks.check_linear(op, input, linear_weight, linear_bias)
     if isinstance(call, CrossEntropy) and target.is_floating_point():
         check_class_probabilities(call)
     elif isinstance(call, CrossEntropy):
@@ -196,7 +183,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     else:
         topk = isinstance(call, LogProbs) and target.dim() == input.dim()
         check_class_indices(op, target, input, linear_weight, topk=topk)
-    check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    checks.check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
     if call.sparse != SparseGradient():
         check_sparse_gradient(op, call)
@@ -204,8 +191,8 @@ def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
 
 def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, topk: bool) -> None:
     """Checks a target of shape (...), or with `topk` (..., K)."""
-    if target.dtype not in TARGET_DTYPES:
-        check_target_dtype(op, target)
+    if target.dtype not in checks.TARGET_DTYPES:
+        checks.check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
     if topk and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
         raise ValueError(
@@ -290,9 +277,9 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
         raise ValueError(
             f"{op}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
         )
-    check_real(op, normalizer=normalizer)
+    checks.check_real(op, normalizer=normalizer)
     if normalizer.device.type != "cpu":
-        check_device(op, input, of, normalizer=normalizer)
+        checks.check_device(op, input, of, normalizer=normalizer)
 
 
 def check_torch_options(op: str, options: object, dtype: torch.dtype | None = None) -> None:

@@ -28,8 +28,8 @@ from ..math.topk import tokens_that_count
 from ..meta.checks import check_dense, check_device, check_real
 from ..support.holes import refuse_hole
 from ..support.rank_check import any_dtensor
-from ..support.torch_private import check_value, forward_mode_is_active, has_tangent
-from .arguments import check_shape
+from ..support.torch_private import check_value, forward_mode_is_active
+from .arguments import check_no_gradient, check_shape
 
 # N tokens
 
@@ -62,8 +62,7 @@ def temperature_of_tokens(
     check_real(op, temperature=temperature)
     check_device(op, rows, call.fields[0][0], temperature=temperature)
     check_shape(op, "temperature", temperature, rows.shape[:-1], "a number, or one number per token, got")
-    if (temperature.requires_grad and torch.is_grad_enabled()) or has_tangent(temperature):
-        refuse_hole(op, "temperature of tokens")
+    check_no_gradient(op, "temperature of tokens", temperature)
     own = layout.per_token(temperature)
     assert own is not None
     if target is not None:

@@ -18,24 +18,9 @@ from ..math.sparse_gradient import SparseGradient
 from ..math.support import Support
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
-from . import kl_div_checks
+from . import checks, kl_div_checks
 from .arguments import BackwardInPlace, GradGrads, LowRankWithGrad, RowOperands, VocabParallelWithGrad
 from .call import Arguments, Result
-from .checks import (
-    SUPPORTED_DTYPES,
-    check_denominator,
-    check_dense,
-    check_device,
-    check_linear,
-    check_main_grad,
-    check_operands,
-    check_per_class,
-    check_per_row,
-    check_per_target,
-    check_sparse,
-    check_target_dtype,
-    refuse_dtype,
-)
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
 
@@ -100,10 +85,10 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
 
 def check_head(op: str, call: Any, operands: Any) -> None:
     if isinstance(call, VocabParallelWithGrad):  # its class weights cover the classes of all ranks
-        check_operands(op, operands._replace(weight=None))
+        checks.check_operands(op, operands._replace(weight=None))
         return
     topk = isinstance(operands, Operands)
-    check_operands(op, operands if topk else Operands(*operands), topk=topk)
+    checks.check_operands(op, operands if topk else Operands(*operands), topk=topk)
     if operands.target.dim() == 2 and getattr(call, "target_weight", operands) is None:
         check_target_weight(op, call, None)
 
@@ -111,34 +96,34 @@ def check_head(op: str, call: Any, operands: Any) -> None:
 def check_pair(op: str, call: Any, operands: LowRankOperands) -> None:
     input, linear_weight, low_rank_input, low_rank_weight, *_ = operands
     pair = {"low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}
-    check_operands(op, operands.head)
-    check_dense(op, **pair)
+    checks.check_operands(op, operands.head)
+    checks.check_dense(op, **pair)
     for (name, tensor), of in zip(pair.items(), (input, linear_weight)):
         if tensor.dim() != 2 or tensor.shape[0] != of.shape[0]:
             raise ValueError(f"{op}: expected {name} of shape ({of.shape[0]}, r), got {tuple(tensor.shape)}")
         if tensor.dtype != input.dtype:
             raise TypeError(f"{op}: expected {name} in input's dtype {input.dtype}, got {tensor.dtype}")
-    check_linear(op, low_rank_input, low_rank_weight, None, ("low_rank_input", "low_rank_weight", ""))
-    check_device(op, input, "input", **pair)
+    checks.check_linear(op, low_rank_input, low_rank_weight, None, ("low_rank_input", "low_rank_weight", ""))
+    checks.check_device(op, input, "input", **pair)
 
 
 def check_logits(op: str, call: Any, operands: LogitOperands) -> None:
     logits, target, weight = operands
-    check_dense(op, **operands._asdict())
-    if logits.dtype not in SUPPORTED_DTYPES:
-        refuse_dtype(op, "logits", logits)
+    checks.check_dense(op, **operands._asdict())
+    if logits.dtype not in checks.SUPPORTED_DTYPES:
+        checks.refuse_dtype(op, "logits", logits)
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"{op}: expected logits of shape (N, V) with at least one class, got {tuple(logits.shape)}")
-    check_target_dtype(op, target)
-    check_per_row(op, operands, target=target)
+    checks.check_target_dtype(op, target)
+    checks.check_per_row(op, operands, target=target)
     if weight is not None:
-        check_per_class(op, "weight", weight, logits.shape[1], "logits.T")
-    check_device(op, logits, "logits", target=target, weight=weight)
+        checks.check_per_class(op, "weight", weight, logits.shape[1], "logits.T")
+    checks.check_device(op, logits, "logits", target=target, weight=weight)
 
 
 def check_row(name: str) -> Check:
     def check(op: str, call: Any, numbers: Tensor) -> None:
-        check_per_row(op, call.operands, **{name: numbers})
+        checks.check_per_row(op, call.operands, **{name: numbers})
         if name not in EXPECTATION:
             return
         # batch_invariant may have the second alone, which says what forward summed
@@ -154,7 +139,7 @@ def check_number(name: str, beside: str) -> Check:
 
     def check(op: str, call: Any, number: Tensor) -> None:
         if number.dim() == 1 and not isinstance(call, LowRankWithGrad):
-            check_per_row(op, call.operands, **{name: number})
+            checks.check_per_row(op, call.operands, **{name: number})
             other = call.values()[call.index[beside]]
             if other is not None and other.dim() == 0:
                 raise ValueError(
@@ -174,8 +159,8 @@ def check_target_weight(op: str, call: Any, target_weight: Tensor | None) -> Non
             f"{op}: expected a target of shape (N, K) and target_weight together, got target of shape "
             f"{tuple(target.shape)} and target_weight {'None' if target_weight is None else tuple(target_weight.shape)}"
         )
-    check_per_target(op, target, target_weight=target_weight)
-    check_device(op, call.operands.input, target_weight=target_weight)
+    checks.check_per_target(op, target, target_weight=target_weight)
+    checks.check_device(op, call.operands.input, target_weight=target_weight)
 
 
 def check_grad_grads(op: str, call: Any, grad_grads: GradGrads) -> None:
@@ -194,7 +179,7 @@ def check_retained(op: str, call: Any, retained: Tensor) -> None:
 
 
 def check_added(op: str, call: Any, main_grad: Tensor) -> None:
-    check_main_grad(op, call.operands, main_grad)
+    checks.check_main_grad(op, call.operands, main_grad)
     if not isinstance(call, BackwardInPlace):
         return
     if call.sparse.gradient_threshold:
@@ -215,7 +200,7 @@ def check_support(op: str, call: Any, support: Support) -> None:
         dtype = torch.int32 if name == "classes" else torch.int64
         if tensor.dtype != dtype:
             raise TypeError(f"{op}: expected {name} in {dtype}, got {tensor.dtype}")
-    check_device(op, input, **support._asdict())
+    checks.check_device(op, input, **support._asdict())
 
 
 def check_products(op: str, call: Any, products: Tensor) -> None:
@@ -228,7 +213,7 @@ def check_divergence_rows(op: str, call: Any, student_kl: Tensor) -> None:
     """Checks what forward returned for rows: teacher_shift and student_kl are empty if forward has none."""
     input = call.operands.input
     if call.options.of_student:
-        check_per_row(op, call.operands, student_kl=student_kl)
+        checks.check_per_row(op, call.operands, student_kl=student_kl)
     shifts = {"shift": call.shift}
     if call.operands.teacher_probs is None:
         shifts["teacher_shift"] = call.teacher_shift
@@ -243,7 +228,7 @@ CHECKS: dict[Any, Check] = {  # by group or argument, in this order
     LowRankOperands: check_pair,
     LogitOperands: check_logits,
     KlDivOperands: lambda op, call, operands: kl_div_checks.check_operands(op, operands, call.options),
-    "denominator": lambda op, call, _: check_denominator(op, call.reduction),
+    "denominator": lambda op, call, _: checks.check_denominator(op, call.reduction),
     **{
         objective.options_of: lambda op, call, options: call.objective.check(op, options, call.tokens)
         for objective in RowObjective.named.values()
@@ -255,13 +240,15 @@ CHECKS: dict[Any, Check] = {  # by group or argument, in this order
         for name, beside in (("softcap", "logit_scale"), ("logit_scale", "softcap"))
     },
     "target_weight": check_target_weight,
-    "grad_target_logit": lambda op, call, grad: check_per_target(op, call.operands.target, grad_target_logit=grad),
+    "grad_target_logit": lambda op, call, grad: checks.check_per_target(
+        op, call.operands.target, grad_target_logit=grad
+    ),
     GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
     "retained": check_retained,
     Support: check_support,
     "products": check_products,
     # forward only passes these options on to backward
-    SparseGradient: lambda op, call, sparse: check_sparse(op, sparse, call.operands.input),
+    SparseGradient: lambda op, call, sparse: checks.check_sparse(op, sparse, call.operands.input),
     "main_grad": check_added,
 }

@@ -87,10 +87,6 @@ class LowRankWithGradFunction(MadeInForward):
         return gradients, losses
 
 
-# An objective; the surprisals that it reads, (N,) or (N, K); the other per-token results of the operator.
-OfRows = tuple[RowObjective, Tensor, Sequence[Tensor | None]]
-
-
 def differentiable_gradients(
     call: WithGrad | RowLossWithGrad, grad_loss: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -111,36 +107,34 @@ def recomputed_step(
     """Runs the forward and backward operators. Returns the gradients, multiplied by grad_loss, the losses, and the
     other per-token results.
     """
-    operands, asked = Operands(*call.operands), {}
-    if isinstance(call, WithGrad):
-        asked = asked_of_rows(call)
+    operands, asked = Operands(*call.operands), asked_of_rows(call) if isinstance(call, WithGrad) else {}
     found = Forward.run(forward, Forward.like(call, operands=operands, **asked).values())
-    of_rows: Callable[..., OfRows] = rows_of_classes if isinstance(call, WithGrad) else rows_of_policy
+    rows, retained = Rows.of_forward(found), found[-1]
     valid = tokens_that_count(operands.target, call.ignore_index)
-    objective, surprisals, besides = of_rows(call, operands, valid, found)
-    _, lse, logit_sum, *_, lse_rest, retained = found
-    losses, slopes = objective.losses_and_slopes(surprisals, lse, logit_sum if asked.get("logit_sum") else None)
+    objective, surprisals, besides = objective_of(call, operands, valid, rows)
+    logit_sum = rows.logit_sum if asked.get("logit_sum") else None
+    losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, logit_sum)
     losses = torch.where(valid, losses, 0.0)
-    scale = call.reduction.scale_of_tokens(valid, lse.dtype)
+    scale = call.reduction.scale_of_tokens(valid, rows.lse.dtype)
     cotangents = objective.cotangents(slopes, scale if grad_loss is None else scale * grad_loss)
-    rows = {"lse": lse, "lse_rest": lse_rest, "retained": retained if retained.shape[0] else None}
-    of_backward = Backward.like(call, cotangents=cotangents, operands=operands, **rows)
+    known = {"lse": rows.lse, "lse_rest": rows.lse_rest, "retained": retained if retained.shape[0] else None}
+    of_backward = Backward.like(call, cotangents=cotangents, operands=operands, **known)
     return Backward.run(backward, of_backward.values()), losses, besides
 
 
-def rows_of_classes(call: WithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> OfRows:
-    target_logit, lse, *_, lse_rest, _ = found
-    target, topk_weight = operands.target, call.target_weight
-    if topk_weight is not None:
-        topk_weight = topk_weights(target, topk_weight, call.ignore_index, lse.dtype)
-    objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, lse.dtype, topk_weight)
-    return objective, surprisal(target_logit, lse, lse_rest), Rows.of_forward(found).statistics(call.statistics)
-
-
-def rows_of_policy(call: RowLossWithGrad, operands: Operands, valid: Tensor, found: Sequence[Tensor]) -> OfRows:
-    target_logit, lse, *_, lse_rest, _ = found
-    log_probs = log_probs_of_targets(valid, target_logit, lse, lse_rest)
-    tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(lse.dtype))
+def objective_of(
+    call: WithGrad | RowLossWithGrad, operands: Operands, valid: Tensor, rows: Rows
+) -> tuple[RowObjective, Tensor, Sequence[Tensor | None]]:
+    """Returns the objective, the surprisals that it reads, (N,) or (N, K), and the other per-token results."""
+    dtype = rows.lse.dtype
+    if isinstance(call, WithGrad):
+        target, topk_weight = operands.target, call.target_weight
+        if topk_weight is not None:
+            topk_weight = topk_weights(target, topk_weight, call.ignore_index, dtype)
+        objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, dtype, topk_weight)
+        return objective, surprisal(rows.target_logit, rows.lse, rows.lse_rest), rows.statistics(call.statistics)
+    log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
+    tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(dtype))
     return call.objective(call.options, tokens), -log_probs, (log_probs,)
 
 
