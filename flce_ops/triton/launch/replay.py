@@ -208,9 +208,9 @@ class Replay:
         self.lock = threading.Lock()  # one thread at a time uses the cells
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        first = tensors[0]
-        memory = [first.new_empty(nbytes, dtype=torch.uint8) for nbytes in self.blocks]
-        stream = current_stream(first.get_device())
+        device = tensors[0].device
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
+        stream = current_stream(device.index)
         addresses, starts = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.data_ptr, memory))
         if self.graphs.run((addresses, starts), stream):
             return self.result
