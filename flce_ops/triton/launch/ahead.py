@@ -50,7 +50,7 @@ logger = logging.getLogger("flce_ops")
 # tests/kernels/test_compilations.py compares them with random N.
 TOKENS = (65536, 1, *(int(128 * 2 ** (i / 2)) for i in range(23)))
 FIRST = 2  # these launch nearly all kernels
-ENOUGH_LAUNCHES = 150  # a call with this many launches has had chunks of every kind
+ENOUGH_LAUNCHES = 300  # a call with this many launches has had chunks of every kind
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {
     *("linear_weight", "linear_bias", "weight", "low_rank_weight", "main_grad"),
