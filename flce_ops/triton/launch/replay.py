@@ -209,9 +209,9 @@ class Replay:
         self.lock = threading.Lock()  # one thread at a time uses the cells
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        first = tensors[0]
-        memory = [first.new_empty(nbytes, dtype=torch.uint8) for nbytes in self.blocks]
-        stream = current_stream(first.get_device())
+        device = tensors[0].device
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.blocks]
+        stream = current_stream(device.index)
         addresses = tuple(map(Tensor.data_ptr, (*tensors, *memory)))
         if launch_graph(self.launches, addresses, stream):
             return self.result
