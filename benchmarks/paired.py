@@ -101,6 +101,7 @@ def serve(checkout: Path, device: torch.device) -> None:
 
     if device.type == "cpu":
         torch.set_num_threads(1)
+
     def failed(_: str, failure: Exception) -> None:
         raise failure
 
