@@ -72,6 +72,20 @@ def test_a_tail_of_almost_nothing_and_of_almost_everything(device):
     assert tail.isfinite().all() and tail < -15
 
 
+def test_a_tail_beside_classes_that_are_switched_off(device):
+    """The first token names only such classes: all probability is in its tail, and the gradients stay numbers."""
+    call = make_call(device, torch.float64, (N, D, V), 3)
+    call["target"][0] = torch.tensor([0, 1, 1], device=device)
+    call["target"][1] = torch.tensor([0, 1, 5], device=device)
+    call["target"][2] = torch.tensor([1, -100, -100], device=device)
+    call["input"][:3].normal_()
+    call["linear_bias"][:2] = -torch.inf
+    found, exact = run_rows(log_probs, call), run_rows(rows_of, call)
+    assert abs(found[2][0]) < 1e-15 and abs(found[2][2]) < 1e-15
+    for ours_, truth in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours_, truth, rtol=1e-12, atol=1e-12)
+
+
 def test_a_tail_of_one_class(device):
     inputs = make_inputs((N, D, V), device=device, dtype=torch.float64, requires_grad=False)
     found = flce_ops.linear_log_probs(*inputs.args, tail=True)

@@ -14,6 +14,7 @@ from benchmarks import (
     batch_invariant_shards,
     cross_entropy,
     first_call,
+    float32_head,
     host_step,
     loads,
     lora,
@@ -183,6 +184,22 @@ def test_steps_with_the_option_are_rows_beside_those_without(tmp_path):
     for row in rows.values():
         assert float(row["ms"]) > 0 and row["before"] in ("", *rows) and not row["reason"]
         assert bool(row["x_before"]) == bool(row["before"])
+
+
+def test_heads_are_as_far_from_float64_as_their_logits_are_rounded(tmp_path):
+    float32_head.main(["--shapes", "40x64x501,8x16x101", "--device", "cpu", "--out", str(tmp_path)])
+    (path,) = tmp_path.rglob("float32_head.csv")
+    rows = rows_of(path)
+    heads = {"bfloat16": 3, "float16": 3, "float32": 2}
+    assert len(rows) == 2 * 2 * sum(heads.values()) and not any(row["reason"] for row in rows)
+    for row in rows:
+        error = float(row["error"])
+        if row["head"] == "float32" or row["dtype"] == "float32":
+            assert error < 2e-5
+        elif row["head"] == "rounded":
+            assert (2e-3 if row["dtype"] == "bfloat16" else 2e-4) < error < 0.5
+        assert float(row["mean_error"]) <= error and bool(row["apart"]) == (row["head"] != "ours")
+        assert bool(row["outside"]) == (row["head"] != "ours" and row["number"] == "log_probs")
 
 
 def test_steps_over_shards_are_rows_and_the_option_gives_the_bits_of_one_rank(tmp_path):
