@@ -1,5 +1,6 @@
 """The two derivatives of the backward operator, in chunked ATen on every device: double_backward is what
-create_graph=True and hessians need, backward_tangent what torch.autograd.functional.hvp and jvp need.
+create_graph=True and hessians need, backward_tangent what torch.autograd.functional.hvp and jvp need. Those of given
+logits are in ops/cross_entropy_autograd.py.
 
 With z, p, f' as in flce_ops/aten/logits.py, the backward operator computes, from cotangents a, l, m,
 

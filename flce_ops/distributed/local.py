@@ -98,8 +98,9 @@ class SumOverRanks(Function):
     """Sums over ranks, Partial to Replicate. Backward can be differentiated, because each rank's use of the gradient is
     a part of a sum.
 
-    The result is the sum of `total`, if given, divided by `denominator`, if given. Its gradient is that of the sum of
-    `local`. Local tensors are divided, because torch 2.13 cannot compile a graph that divides DTensors here.
+    The result is the sum of `total` over ranks (without it, of `local`), divided by `denominator` if given. The
+    gradient is that of the sum of `local`. The quotient is taken of plain tensors, because torch 2.13 cannot compile a
+    graph that divides DTensors here.
     """
 
     @staticmethod

@@ -173,9 +173,9 @@ def shard_rows(results: Sequence[Tensor], asked: dict[str, bool], start: int) ->
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
-    """The numbers of given logits. The operators on given logits know only whole rows: if another rank has the target,
-    they get a class that this rank has, and that logit is left out. Backward reads each rank's own logits a second time
-    and sends nothing.
+    """The numbers of given logits. The operators on given logits need a target in every row. A row whose target is on
+    another rank gets this rank's class 0, and its target_logit is then set to 0. Backward reads each rank's own logits
+    a second time and sends nothing.
     """
     logits, target, weight = problem.operands
     size, smoothed = classes.stop - classes.start, problem.loss.label_smoothing != 0.0
@@ -233,7 +233,10 @@ def losses_with_grad(
 
 
 class VocabParallelFunction(MadeInForward):
-    """The derivative of the operator. `apply` takes the operator's arguments, then the layout."""
+    """The derivative of linear_cross_entropy_vocab_parallel_with_grad.
+
+    `apply` takes the operator's arguments, then the layout.
+    """
 
     arguments = VocabParallelWithGrad
 

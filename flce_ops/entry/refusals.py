@@ -5,8 +5,8 @@
     sink          main_grad, sparse gradient, tiles, gradient_class_order, batch_invariant
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
-All other combinations are implemented. A new feature that does not combine with everything adds its name and its rows
-here.
+What a single argument or one operator does not do is in support/holes.py. All other combinations are implemented. A new
+feature that does not combine with everything adds its name and its rows here.
 """
 
 from typing import Any

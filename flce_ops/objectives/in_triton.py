@@ -111,5 +111,8 @@ def minimum(x, y):
 
 @triton.jit
 def below(q, p):
-    """Same as in divergence.py, up to differences of 2^-127. A multiplication that saturates takes one instruction."""
+    """1 where q < p, 0 where q > p, 1/2 where they are equal, as in divergence.py; exact unless 0 < |p - q| < 2^-127.
+
+    The multiply-add and the clamp to [0, 1] compile to one saturating instruction.
+    """
     return tl.minimum(tl.maximum((p - q) * 2.0**126 + 0.5, 0.0), 1.0)

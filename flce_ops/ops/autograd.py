@@ -1,5 +1,5 @@
 """What the operators of a head and of a support save for backward, and what backward calls. Nothing here computes a
-logit.
+logit. Only autograd holds what is saved, so saved logits are freed after backward, and kept under retain_graph.
 
 forward            saves its arguments, lse, saved logits                    <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- multiplies them by one scalar:

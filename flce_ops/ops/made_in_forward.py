@@ -4,7 +4,8 @@
     backward    multiplies them by one scalar: in place if nobody can read them again, which keeps one copy of
                 grad_linear_weight in memory; out of place under retain_graph
 
-Saved gradients have no graph. Under create_graph they are computed again, from operators that have derivatives.
+Not for float16, whose loss scale only backward knows: NOT_FLOAT16 in paths.py. Saved gradients have no graph. Under
+create_graph they are computed again, from operators that have derivatives.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from ..steps.gradients import Gradients
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank), M as above
 
-ROW_ALIGNMENT = 16  # rows of logits start at multiples of this: loads of 16 bytes then work for any V
+ROW_ALIGNMENT = 16  # numbers: rows of logits are padded to a multiple of this, so that loads of 16 bytes work for any V
 # The size of a block when tokens need several chunks. Smaller blocks make small logits GEMMs and read the weights more
 # often.
 ROWS_OF_BLOCK = 512

@@ -11,6 +11,6 @@ input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
 class_blocks.py          which blocks of classes they visit
 tma.py                   tensor maps of matrices, for TMA
-device.py, tiles.py      the device; tile shapes
+tiles.py                 tile shapes; device.py chooses among them
 padded_features.py       a D that is no multiple of 16: copies padded with zeros, if they fit the workspace
 """

@@ -1,4 +1,4 @@
-"""Tile shapes of the three GEMMs by architecture, each with its measurement. Nothing is autotuned."""
+"""Tile shapes of the three GEMMs by architecture, each with a measurement; device.py chooses. Nothing is autotuned."""
 
 from dataclasses import dataclass
 from typing import Any

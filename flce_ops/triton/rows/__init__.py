@@ -10,7 +10,8 @@ row_statistics.py        entropy and other statistics of rows
 gradient_factors.py      before the GEMM of backward, where lse is known: the factors of G
 set_entries.py           the targets' entries of a gradient
 target_rows.py           exact weight gradients of classes that are the target of few tokens
-smoothing.py, column_sums.py rank-1 terms, column sums
+smoothing.py             rank-1 terms
+column_sums.py           sums over tokens, the gradient of the bias among them
 sum_losses.py            the scalar loss
 grad_output.py           multiplies gradients by the scalar that backward receives
 two_sum.py               a number in two float32
