@@ -23,7 +23,7 @@ from ..support.torch_private import (
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
-from ..support.vendor import device_type
+from ..support.vendor import compiling
 
 
 class CallFacts(NamedTuple):
@@ -51,6 +51,11 @@ class CallFacts(NamedTuple):
     topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
+
+
+def device_type(tensor: Tensor) -> str:
+    """The device type that conditions of paths read."""
+    return "cuda" if tensor.is_meta and compiling.get() is not None else tensor.device.type
 
 
 def facts_of(call: Any) -> CallFacts:

@@ -17,7 +17,8 @@ from torch import Tensor
 from .._ops import ops
 from ..support.holes import refuse_hole
 from ..support.torch_private import graph_is_kept_after_this_backward, is_batched, written_over_where_donated
-from ..support.vendor import device_type, has_triton, made_by_nvidia
+from ..support.vendor import has_triton, made_by_nvidia
+from .call_facts import device_type
 from .function import OperatorFunction, wanted, where_wanted
 
 # N tokens

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Chip(NamedTuple):
@@ -37,11 +36,6 @@ class Compiling:
 
 
 compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)
-
-
-def device_type(tensor: Tensor) -> str:
-    """The device type that conditions of paths read."""
-    return "cuda" if tensor.is_meta and compiling.get() is not None else tensor.device.type
 
 
 def made_by_nvidia() -> bool:
