@@ -106,10 +106,13 @@ def abs(x):
 
 @triton.jit
 def minimum(x, y):
-    return tl.minimum(x, y)
+    """nan where x or y is."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def below(q, p):
-    """Same as in divergence.py, up to differences of 2^-127. A multiplication that saturates takes one instruction."""
+    """Same as in divergence.py, for differences of at least 2^-127. One instruction multiplies, adds and clamps;
+    comparisons took four.
+    """
     return tl.minimum(tl.maximum((p - q) * 2.0**126 + 0.5, 0.0), 1.0)
