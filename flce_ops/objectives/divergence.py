@@ -52,10 +52,7 @@ def once(function: Callable) -> Callable:
     return run
 
 
-exp = once(torch.exp)
-
-
-minimum = torch.minimum
+exp, minimum = once(torch.exp), torch.minimum
 
 
 def nats(difference: Tensor) -> Tensor:
@@ -201,7 +198,7 @@ class TotalVariation(Divergence):
     @EntryFunction
     def gradient(log_q, log_p, number, scale, beta):
         q = exp(log_q)
-        return q * (nats(number) * scale - below(q, exp(log_p)) * scale)
+        return q * (nats(number) - below(q, exp(log_p))) * scale
 
 
 class NegativeLogAcceptance(TotalVariation):

@@ -106,7 +106,8 @@ def abs(x):
 
 @triton.jit
 def minimum(x, y):
-    return tl.minimum(x, y)
+    """nan where x or y is."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -100,6 +100,35 @@ def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
     assert_close(gradients, truth, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_of_either_model_shows_in_its_row_alone(kind, poisoned_memory):
+    args, options = arguments(torch.float32, kind)
+    valid = args[-1].nonzero()[:, 0].tolist()
+    for model, row in ((0, valid[0]), (3, valid[1])):
+        args[model][row] = torch.nan
+    options["output_mask"] = [True, False, False]
+    divergence, *_ = found = launch_forward_and_gradient(args, options)
+    for result in found:
+        rows = result.isnan().view(SHAPE[0], -1).any(1)
+        expected = valid[:2] if result is divergence or kind not in KINKED else valid[:1]
+        assert set(expected) <= set(rows.nonzero()[:, 0].tolist()) <= set(valid[:2]), kind
+
+
+def launch_forward_and_gradient(args, options):
+    _, divergence, grad_input, *_ = triton_kl_div.launch_kl_div_with_grad(*args, torch.ones(SHAPE[0]), **options)
+    return divergence, grad_input
+
+
+@pytest.mark.parametrize("kind", KINKED)
+def test_no_gradient_where_the_student_is_below_the_teacher_everywhere(kind, poisoned_memory):
+    """Given probabilities of 1 in each class: d is 1 in all of them, and K - d is a rounding error."""
+    args, options = arguments(torch.float32, kind, probs=True)
+    args[6].fill_(1.0)
+    options["output_mask"] = [True, True, False]
+    found = triton_kl_div.launch_kl_div_with_grad(*args, torch.ones(SHAPE[0]), **options)
+    assert found[2].abs().max() <= 1e-6 and found[3].abs().max() <= 1e-5
+
+
 CAPS = {"softcap": 3.0, "teacher_softcap": 4.0}
 
 
