@@ -265,8 +265,7 @@ class VocabParallelFunction(MadeInForward):
         # torch.autograd.grad by the operands is correct for local tensors: each is a result of ToLocal and nothing else
         # is made from it, so no path leads from one operand to another.
         problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
-        rows = vocab_parallel_rows(call.layout, problem)
-        losses = losses_of_rows(problem, call.layout.num_classes, *rows[:4])
+        losses = losses_of_rows(problem, call.layout.num_classes, vocab_parallel_rows(call.layout, problem))
         leaves = [getattr(call.operands, name) for name in OPERANDS]
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         found = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)

@@ -121,7 +121,7 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
     rows = rows_of(layout, problem)
-    losses = losses_of_rows(problem, layout.num_classes, *rows[:4])
+    losses = losses_of_rows(problem, layout.num_classes, rows)
     return losses, rows.statistics(problem.statistics) if any(problem.statistics) else NOTHING
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..math.options import LogitNumbers, OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
 from ..math.reduction import class_weight_of
-from ..math.statistics import surprisal
+from ..math.statistics import Rows, surprisal
 from .row import RowFunction, RowObjective, constant, number, times
 
 # N tokens, K classes of each, V vocabulary
@@ -110,18 +110,22 @@ def cross_entropy_of(
     return CrossEntropy(options, None, of_target, num_classes, weight_sum)
 
 
-def losses_of_rows(
-    problem: TokenLosses,
+def cross_entropy_of_call(
+    call: Any,  # a WithGrad of meta/arguments.py, or TokenLosses
+    operands: Any,
     num_classes: int,  # V, over all shards
-    target_logit: Tensor,  # (N,), as are the next two; (N, K) with soft targets
-    lse: Tensor,
-    logit_sum: Tensor | None,  # read only with label smoothing
-    lse_rest: Tensor | None = None,  # (N,)
-) -> Tensor:  # (N,)
-    """Losses that autograd differentiates; 0 for ignored tokens."""
-    target, weight, options, q = problem.operands.target, problem.operands.weight, problem.loss, problem.target_weight
-    topk_weight = None if q is None else topk_weights(target, q, problem.ignore_index, lse.dtype)
-    objective = cross_entropy_of(target, weight, num_classes, options, lse.dtype, topk_weight)
-    distance = surprisal(target_logit, lse, lse_rest)
-    losses, _ = objective.losses_and_slopes(distance, lse, logit_sum if options.label_smoothing else None)
+    dtype: torch.dtype,
+) -> CrossEntropy:
+    target, topk_weight = operands.target, call.target_weight
+    if topk_weight is not None:
+        topk_weight = topk_weights(target, topk_weight, call.ignore_index, dtype)
+    return cross_entropy_of(target, operands.weight, num_classes, call.loss, dtype, topk_weight)
+
+
+def losses_of_rows(problem: TokenLosses, num_classes: int, rows: Rows) -> Tensor:  # (N,)
+    """Losses that autograd differentiates; 0 for ignored tokens. num_classes is V, over all shards."""
+    objective = cross_entropy_of_call(problem, problem.operands, num_classes, rows.lse.dtype)
+    distance = surprisal(rows.target_logit, rows.lse, rows.lse_rest)
+    logit_sum = rows.logit_sum if problem.loss.label_smoothing else None
+    losses, _ = objective.losses_and_slopes(distance, rows.lse, logit_sum)
     return torch.where(problem.valid, losses, 0.0)

@@ -21,7 +21,7 @@ from ..math.statistics import Rows, asked_of_rows, log_probs_of_targets, surpris
 from ..math.topk import tokens_that_count
 from ..meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
 from ..meta.checks import check_constants
-from ..objectives.cross_entropy import cross_entropy_of, topk_weights
+from ..objectives.cross_entropy import cross_entropy_of_call
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from .made_in_forward import MadeInForward
@@ -128,10 +128,7 @@ def objective_of(
     """Returns the objective, the surprisals that it reads, (N,) or (N, K), and the other per-token results."""
     dtype = rows.lse.dtype
     if isinstance(call, WithGrad):
-        target, topk_weight = operands.target, call.target_weight
-        if topk_weight is not None:
-            topk_weight = topk_weights(target, topk_weight, call.ignore_index, dtype)
-        objective = cross_entropy_of(target, operands.weight, operands.num_classes, call.loss, dtype, topk_weight)
+        objective = cross_entropy_of_call(call, operands, operands.num_classes, dtype)
         return objective, surprisal(rows.target_logit, rows.lse, rows.lse_rest), rows.statistics(call.statistics)
     log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(dtype))
