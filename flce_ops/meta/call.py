@@ -127,6 +127,7 @@ class Arguments:
     names: ClassVar[frozenset[str]]  # of all fields
     usual: ClassVar[dict[str, Any]]  # fields that have defaults
     tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
+    lists: ClassVar[list[int]]  # indices of arguments that are lists
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
 
@@ -161,6 +162,7 @@ class Arguments:
             elif group is not None and len(group._field_defaults) == len(group._fields):
                 cls.usual[name] = group()
         cls.tensors = [index for index, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
+        cls.lists = [index for index, argument in enumerate(arguments) if argument.type.endswith("]")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 

@@ -319,3 +319,21 @@ def test_threads_forget_old_kinds_together(driver, monkeypatch):
     finally:
         sys.setswitchinterval(interval)
     assert not errors
+
+
+def test_a_kind_of_an_operators_call_is_all_of_it_but_addresses():
+    from flce_ops.meta.arguments import WithGrad
+
+    def kind(tokens=4, **options):
+        operands = torch.zeros(tokens, 16), torch.zeros(33, 16), torch.zeros(tokens, dtype=torch.int64)
+        call = WithGrad.bind(*operands, None, None, None, **{"output_mask": [True, True, False]} | options)
+        tensors, features = [], []
+        replay.describe([call, 1], tensors, features)
+        given = [value for value in call.values() if isinstance(value, torch.Tensor)]
+        assert len(tensors) == len(given) and all(tensor is other for tensor, other in zip(tensors, given))
+        return tuple(features)
+
+    assert kind() == kind() and hash(kind()) == hash(kind())
+    others = {"output_mask": [True, False, False]}, {"ignore_index": 3}, {"softcap": torch.tensor(3.0)}
+    kinds = [kind(), kind(tokens=5), *(kind(**other) for other in others)]
+    assert len(set(kinds)) == len(kinds)

@@ -306,12 +306,23 @@ def describe(values: Iterable[Any], tensors: list[Tensor], features: list[Hashab
             features.append(value)
         elif isinstance(value, Tensor):
             tensors.append(value)
-            features.append((value.dtype, value.shape, value.stride(), value.get_device(), value.data_ptr() % 16))
+            features.append(layout_of(value))
         elif isinstance(value, (list, tuple)):  # with a tuple, isinstance is three times as fast
             features.append((type(value), len(value)))
             describe(value, tensors, features)
         elif isinstance(value, Arguments):
-            features.append(value.op)
-            describe(value.values(), tensors, features)
+            own = value.values()
+            for index in value.tensors:
+                tensor = own[index]
+                if tensor is not None:
+                    tensors.append(tensor)
+                    own[index] = layout_of(tensor)
+            for index in value.lists:
+                own[index] = tuple(own[index])
+            features += (value.op, *own)
         else:
             features.append(value)
+
+
+def layout_of(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.data_ptr() % 16
