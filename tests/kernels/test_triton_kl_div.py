@@ -144,6 +144,16 @@ def test_softcaps(kind, poisoned_memory):
     assert_close(found, exact, 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("softcap", [1e4, 1e8])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_a_large_softcap_leaves_the_digits_of_the_logits(kind, softcap, poisoned_memory):
+    args, options = arguments(torch.float32, kind, {"softcap": softcap, "teacher_softcap": softcap}, bias=True)
+    options["output_mask"] = [True, True, True]
+    row_scale = torch.rand(SHAPE[0])
+    found = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)
+    assert_close(found, aten.with_grad(*double(*args), row_scale.double(), **options), TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
 def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned_memory):
     args, options = arguments(dtype, "cross_entropy", {"softcap": softcap}, probs=True, bias=True)

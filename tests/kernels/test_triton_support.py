@@ -17,7 +17,11 @@ from flce_ops.triton.sparse import support as in_triton
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
 ASKED = dict.fromkeys(("expected_log_prob", "argmax", "log_sum_sq_probs", "mean_logit"), True)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
-CASES = [(torch.float32, False, {}), (torch.float16, True, {"softcap": 4.0, "logit_scale": 0.7})]
+CASES = [
+    (torch.float32, False, {}),
+    (torch.float16, True, {"softcap": 4.0, "logit_scale": 0.7}),
+    (torch.float32, True, {"softcap": 1e6}),  # leaves the digits of the logits
+]
 SHAPES = [((11, 37, 31), 5), ((3, 1100, 90), 70), ((60, 8, 3), 3)]  # several blocks of D and of ids; split lists
 
 
