@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..report import REPOSITORY
-from . import clients, front, given_logits, objective_errors, objectives, sparse, steps, training
+from . import clients, float32_head, front, given_logits, objective_errors, objectives, sparse, steps, training
 
 TABLES: dict[str, Callable[[], str]] = {
     **front.TABLES,
     **steps.TABLES,
     **objectives.TABLES,
     **objective_errors.TABLES,
+    **float32_head.TABLES,
     **given_logits.TABLES,
     **clients.TABLES,
     **sparse.TABLES,
