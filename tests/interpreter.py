@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter twice as fast."""
+"""Makes Triton's interpreter twice as fast, and lets its tensor maps add to memory."""
 
 import functools
 import importlib.util
@@ -28,3 +28,16 @@ def remember_what_is_patched() -> None:
         return [(name, getattr(namespace, name)) for name in names]
 
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
+
+
+def let_tensor_maps_add(monkeypatch) -> None:
+    """Triton's interpreter has tensor maps, but none that add."""
+    from triton.runtime import interpreter
+
+    def add(builder, kind, tensor_map, value, indices):
+        pointers, mask = tensor_map.materialize_pointers(indices)
+        there = builder.create_masked_load(pointers, mask, value, None, None, False)
+        there.data = there.data + value.data
+        return builder.create_masked_store(pointers, there, mask, None, None)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)

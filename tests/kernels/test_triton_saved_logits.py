@@ -89,6 +89,22 @@ def test_quantized_logits_are_right_within_half_a_step(dtype, steps, poisoned_me
     assert q.max() == 65535
 
 
+def test_entries_too_small_to_be_saved_have_no_gradient(poisoned_memory):
+    """Below 2^-64 of the largest in their tile. The lowest number that can be saved stands for all of them."""
+    args = operands((20, 24, 300), torch.float32, {"bias": True})
+    args[3].zero_()
+    args[3][[5, 290]] = -100.0
+    args[2].clamp_(min=6, max=280)  # neither class is a target
+    rows = launch_forward(*args, retain=20)
+    ones = torch.ones(20)
+    gradients = launch_backward(
+        -ones, ones, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, True]
+    )
+    for of_classes in gradients[1:]:
+        gone = of_classes.reshape(300, -1).eq(0.0).all(1)
+        assert gone[[5, 290]].all() and gone.sum() == 2
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_rows_far_above_their_reference(case, poisoned_memory):
     """A rescue leaves quantized logits unchanged, because they are stored relative to the largest logit of a tile.

@@ -15,6 +15,7 @@ from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.launch import replay
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
+from flce_ops.triton.sparse import class_order
 from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
 from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_lists
@@ -94,8 +95,17 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     torch.testing.assert_close(found[:count][both], expected[both], rtol=1e-6, atol=0.0)
 
 
-def test_several_programs_share_a_long_list():
-    """A list has a program for each 1024 places; two take turns of 128 entries."""
+def test_several_programs_share_a_long_list(monkeypatch):
+    """A list has a program for each 1024 places; two take turns of 128 entries. Each turn is taken once."""
+    turns, load_tile, scatter = [], class_order.load_tile, class_order.scatter_kernel
+
+    class Scatter:
+        def __getitem__(self, grid):
+            turns.clear()  # earlier kernels load tiles, too
+            return scatter[grid]
+
+    monkeypatch.setattr(class_order, "load_tile", lambda *arguments: turns.append(1) or load_tile(*arguments))
+    monkeypatch.setattr(class_order, "scatter_kernel", Scatter())
     n, num_classes, room = 5, 2100, 2048
     count = torch.tensor([0, 1, 129, 700, room], dtype=torch.int32)
     entries = torch.full((n, room), -1)
@@ -107,6 +117,7 @@ def test_several_programs_share_a_long_list():
     matrix = dense_lists(lists, num_classes)
     valid_tokens, _ = compact_tokens(torch.zeros(n, dtype=torch.int64), -100, num_classes)
     classes, _ = launch_class_order(lists, num_classes, valid_tokens, shortest=30, splits=30, hidden=70)
+    assert len(turns) == sum(-(-number // 128) for number in count.tolist())
     assert torch.equal(classes.behind, (matrix != 0.0).sum(0).cumsum(0).int())
     column, token = matrix.T.nonzero().unbind(1)
     found = classes.entries[: classes.behind[-1]]

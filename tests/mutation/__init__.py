@@ -23,8 +23,9 @@ every case of its tests, of which the map has a sample. Limits are seconds of a 
 machine decides nothing.
 
 Tests run on the CPU, kernels in Triton's interpreter. `--again CSV` takes what was not killed once more, with
-`--tests FILE` against other tests than the map's: so a new test is shown to kill. `--map --tests FILE` measures these
-files again and keeps the map of the others.
+`--tests FILE` against other tests than the map's: so a new test is shown to kill. `--budget 25` is a first pass: tests
+of 25 seconds a mutant, and what survives these stays unfinished. `--map --tests FILE` measures these files again and
+keeps the map of the others.
 
 mutants.csv has 106 mutants drawn at fef8f21 over aten, distributed, entry, functional, math, meta, objectives, ops and
 triton (no launch, no sparse) with seeds 1 and 2, and 389 drawn at 7f4aea3 over the whole package with seed 3. So far
