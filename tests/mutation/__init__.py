@@ -17,6 +17,7 @@ are run, quickest first, until one fails.
     survived     no test that the map names for the line fails
     not run      no test on this machine runs the line: what a GPU alone runs, and holes
     equivalent   written by hand with its reason: no result, error or promise differs from the right program's
+    void         written by hand: its line went out of the package before it was run
 
 A few tests run first, tests that killed other mutants of the file before all. A mutant that they all leave alive meets
 every case of its tests, of which the map has a sample. Limits are seconds of a process's own CPU time, so load on the

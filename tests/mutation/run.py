@@ -329,7 +329,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         area = row["file"].partition("/")[0] if "/" in row["file"] else "."
         for name in (area, "all"):
             count[name]["killed" if row["result"] == "hangs" else row["result"]] += 1
-    results = ("killed", "survived", "equivalent", "not run", "unfinished")
+    results = ("killed", "survived", "equivalent", "not run", "unfinished", "void")
     lines = ["| area | mutants | " + " | ".join(results) + " |", "|---|" + "---|" * (len(results) + 1)]
     for area in sorted(count, key=lambda name: (name == "all", name)):
         cells = [sum(count[area].values()), *(count[area][result] for result in results)]

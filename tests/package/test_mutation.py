@@ -106,8 +106,8 @@ print(run.summary(rows))
     budget=0.0,
 )
 assert first["result"] == "unfinished", first
-run.write(folder / "out.csv", [*rows, first | {"file": "gone.py"}])
-(left,) = run.again(project, folder / "out.csv")
+run.write(folder / "first.csv", [*rows, first | {"file": "gone.py"}])
+(left,) = run.again(project, folder / "first.csv")
 named = [("tests/all/test_toy.py", 1.0)]  # with its test that fails everywhere
 found = run.run(project, [left], None, folder / "again.csv", work=work / "again", named=named)
 run.write(folder / "again.csv", run.merged(rows, found))
