@@ -11,8 +11,9 @@ from interpreter import let_tensor_maps_add
 from test_triton_interpreter import assert_close, double, logit_options, operands
 
 from flce_ops import aten
+from flce_ops.meta.arguments import Forward
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
-from flce_ops.triton.gemm import device, logits_gemm
+from flce_ops.triton.gemm import device, logits_gemm, padded_features
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
 
 pytestmark = [
@@ -70,6 +71,22 @@ def test_a_step_agrees_with_float64(options, by_tensor_maps, poisoned_memory):
     asked = {**numbers, **logit_options(options), "output_mask": [True, True, args[3] is not None]}
     found = launch_with_grad(*args, row_scale, **asked)
     assert_close(found, aten.with_grad(*double(*args, row_scale), **asked), torch.float32)
+
+
+def test_features_are_padded_for_maps_and_forwards_buffer_is_not(monkeypatch):
+    """A Forward names the buffer only for its backward, which pads anew."""
+    monkeypatch.setattr(padded_features, "on_tma_device", lambda tensor: True)
+    seen = []
+
+    @padded_features.with_padded_features
+    def launch(call):
+        seen.append((call.operands.input.shape[1], call.main_grad))
+        return (call.operands.input.sum(1),)
+
+    x, w, target, *_ = operands((5, 37, 67), torch.float16, {})
+    call = Forward.bind(x, w, target, None, None, main_grad=torch.zeros(67, 37))
+    (sums,) = launch(call)
+    assert seen == [(48, None)] and torch.equal(sums, x.sum(1))
 
 
 def test_only_a_layout_that_maps_can_read_is_read_by_them(monkeypatch):

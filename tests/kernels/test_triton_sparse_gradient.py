@@ -15,11 +15,11 @@ from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.launch import replay
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
-from flce_ops.triton.sparse import class_order
+from flce_ops.triton.sparse import class_order, gather_sums, sparse_or_dense
 from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import SplitLists, launch_gather_lists, launch_split_lists
 from flce_ops.triton.sparse.sparse_lists import Lists, drawn_rows, launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, compared_rows, lists_may_pay
+from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, compared_rows, lists_may_pay
 from flce_ops.triton.steps import backward, with_grad
 from flce_ops.triton.steps.chunks import slices
 
@@ -299,6 +299,36 @@ def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
     made.input[:, 0] = 1.0
     made.linear_weight.mul_(0.3)[:frequent, 0] += 6.0
     return made
+
+
+def test_a_block_of_classes_is_dense_if_its_lists_take_longer_than_its_gemms(monkeypatch):
+    """128 classes cost as much as the lists of 128 / CLASSES_PER_ENTRY entries a token."""
+    n, kept = 8, (64, 16, 40)
+    monkeypatch.setattr(sparse_or_dense, "CLASSES_PER_ENTRY", 4)
+    monkeypatch.setattr(sparse_or_dense, "worth", lambda classes, hidden: 1000.0)
+    exponentials = torch.cat([(torch.arange(128) < number).float().expand(n, 128) for number in kept], 1).contiguous()
+    valid_tokens, _ = compact_tokens(torch.zeros(n, dtype=torch.int64), -100, 384)
+    compared = compared_rows(exponentials, torch.ones(n), valid_tokens, 0.5)
+    dense = DenseClasses(*(torch.empty(size, dtype=torch.int32) for size in ((3,), (4,), ())))
+    sparse_or_dense.launch_sparse_or_dense(compared, 16, dense)
+    assert dense.is_dense.tolist() == [1, 0, 1] and dense.number == 2 and dense.which[:2].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("hidden, block", [(20, 256), (300, 512), (1100, 1024)])
+def test_a_program_of_a_list_has_at_most_so_many_columns(hidden, block, monkeypatch):
+    launched, kernel = [], gather_sums.gather_lists_kernel
+
+    class Launcher:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(options["BLOCK_D"]) or kernel[grid](*args, **options)
+
+    monkeypatch.setattr(gather_sums, "gather_lists_kernel", Launcher())
+    entries, lengths = random_lists(3, 50, 20)[:2]
+    cut = SplitLists(entries, lengths, None, torch.empty((), dtype=torch.int32), torch.empty_like(lengths), 20)
+    launch_split_lists(cut, shortest=8, splits=100)
+    sums = torch.empty(int(cut.splits[-1]), hidden)
+    launch_gather_lists(cut, sums, torch.randn(50, hidden), torch.empty(3, hidden), add=False, columns=1024)
+    assert set(launched) == {block}
 
 
 def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, poisoned_memory):

@@ -132,6 +132,18 @@ def test_accuracy_stays_float32_under_a_half_default_dtype(device):
     assert with_metrics.last.token_accuracy == expected
 
 
+METRICS = ("argmax", "lse", "z_loss", "token_accuracy", "is_top1", "entropy")
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_alone_is_what_it_is_with_the_others(name, device):
+    inputs = make_inputs(device=device)
+    every = flce_ops.linear_cross_entropy(*inputs.args, z_loss=1e-3, return_metrics=METRICS)[1]
+    alone = flce_ops.linear_cross_entropy(*inputs.args, z_loss=1e-3, return_metrics=(name,))[1]
+    assert list(alone) == [name]
+    torch.testing.assert_close(alone[name], every[name], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("buffer", [False, True], ids=["one pass", "main_grad"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
