@@ -4,6 +4,7 @@ Runs without a GPU: the kernels are compiled for a GPU that is not there. Tests 
 nothing.
 """
 
+import contextlib
 import json
 from contextvars import copy_context
 
@@ -274,6 +275,51 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
     with torch.no_grad():
         step(32)
     assert traced[2:] == ["linear_cross_entropy_forward"]
+
+
+def test_a_kernel_that_does_not_compile_ahead_leaves_the_others_alone(monkeypatch):
+    """Its launch raises the error, if it comes to that."""
+    from flce_ops.support.vendor import H200, Compiling
+    from flce_ops.triton.launch import ahead
+
+    modes = []
+
+    def mode(tasks, **options):
+        modes.append(options)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("triton.AsyncCompileMode", mode)
+    copy_context().run(ahead.compile_launched, None, Compiling(H200), lambda: None)
+    assert modes == [{"ignore_errors": True}]
+
+
+def test_a_head_of_which_a_kernel_does_not_compile_is_not_marked_as_compiled(gpu, caplog):
+    gpu.compile = lambda trace: (0, [("rows_kernel", ValueError("too large"))])
+    gpu.step(7)
+    assert gpu.compiled and not gpu.marked
+    assert "rows_kernel is not compiled ahead: ValueError: too large" in caplog.text
+
+
+def test_arithmetic_without_data_has_the_shapes_and_dtypes_of_torch():
+    from flce_ops.triton.launch.ahead import WithoutData
+
+    one, row = torch.empty(3, 4, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    half = torch.empty(3, 4, dtype=torch.float16, device="meta")
+    calls = [
+        lambda: row == 2,
+        lambda: row != 2,
+        lambda: row < row,
+        lambda: ~(row == 2),
+        lambda: torch.where(row == 2, one, 0.0),
+        lambda: half * 2.0,
+        lambda: one.amax(0),
+        lambda: one.exp(),
+    ]
+    for call in calls:
+        expected = call()
+        with WithoutData():
+            found = call()
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 def test_the_numbers_of_tokens_that_launch_most_kernels_are_traced_before_the_others():
