@@ -139,6 +139,16 @@ def test_its_rows_take_the_fewest_steps_of_the_gemms(tokens, hidden, vocab, nbyt
         assert steps(chosen.rows) <= min(map(steps, others))
 
 
+@pytest.mark.parametrize("tokens, hidden, vocab, size", [(18182, 1024, 32000, 128), (16390, 4096, 50257, 256)])
+def test_tokens_take_few_chunks_more_than_fit(tokens, hidden, vocab, size):
+    """Each chunk adds to all of grad_linear_weight."""
+    linear_weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    with flce_ops.workspace(size * MiB):
+        problem = problem_of(tokens, linear_weight, [True, True, False])
+        fewest = math.ceil(tokens / problem.fitting())
+        assert fewest <= len(problem.chunks(0)[1]) <= fewest + chunks.CHUNKS_MORE
+
+
 @pytest.mark.usefixtures("quarter")
 def test_rows_far_above_their_reference_are_rescued_in_every_slice():
     """Losses of hundreds of nats, with the largest logit in another slice than the target."""

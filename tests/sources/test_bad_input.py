@@ -207,8 +207,12 @@ def test_an_int32_target_takes_every_ignore_index_of_its_range(ignore_index):
 
 
 def test_class_weights_of_given_logits_are_checked():
-    with pytest.raises(ValueError, match=r"weight.*\(9,\).*\(8,\)"):
-        flce_ops.cross_entropy(torch.randn(6, 9), torch.zeros(6, dtype=torch.int64), weight=torch.rand(8))
+    """In the words of the function that was called, not of an operator that it calls."""
+    logits, target = torch.randn(6, 9), torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^cross_entropy: expected weight of shape \(9,\).*\(8,\)"):
+        flce_ops.cross_entropy(logits, target, weight=torch.rand(8))
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy: weight \(class weights\) gets no gradient"):
+        flce_ops.cross_entropy(logits, target, weight=torch.rand(9).requires_grad_())
 
 
 def test_class_weights_do_not_hide_a_target_out_of_range():
