@@ -52,7 +52,7 @@ def check_addresses(monkeypatch) -> None:
     import numpy
     from triton.runtime import interpreter
 
-    known: list[tuple[int, int]] = []  # where the memory of each argument begins and ends
+    known: set[tuple[int, int]] = set()  # where the memory of each argument begins and ends
     call = interpreter.GridExecutor.__call__
 
     def memory_of(argument: object) -> None:
@@ -63,7 +63,7 @@ def check_addresses(monkeypatch) -> None:
             memory_of(argument.base)
         elif hasattr(argument, "untyped_storage"):
             storage = argument.untyped_storage()
-            known.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            known.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def with_known_memory(self, *arguments, **options):
         known.clear()
@@ -75,7 +75,9 @@ def check_addresses(monkeypatch) -> None:
 
         def with_check(builder, *arguments, **options):
             pointers, mask = arguments[pointers_at], arguments[mask_at]
-            addresses = pointers.data[numpy.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+            addresses = pointers.data
+            if not mask.data.all():
+                addresses = addresses[numpy.broadcast_to(mask.data, addresses.shape).astype(bool)]
             if addresses.size:
                 size = pointers.get_element_ty().primitive_bitwidth // 8
                 first, last = int(addresses.min()), int(addresses.max())

@@ -26,7 +26,8 @@ for kernel in kernels:
 
 
 def test_no_kernel_is_compiled_again_because_the_number_of_tokens_is_one_or_a_multiple_of_16():
-    run_script(SPECIALIZED)
+    done = run_script(SPECIALIZED)
+    assert done.returncode == 0, done.stderr
 
 
 COMPILED = """
