@@ -44,6 +44,21 @@ def test_the_convention_of_megatron(tied, overlap):
     assert error(weight.main_grad, 2 * plain.grad) < 1e-6 and seen == [True, True]
 
 
+def test_no_gradient_is_made_only_to_be_dropped(monkeypatch):
+    """The buffer has it already. Zeros of the weight's size would be memory that nobody reads."""
+    arrived, backward = [], megatron.AddedToMainGrad.backward
+
+    def recorded(ctx, gradient):
+        arrived.append(gradient)
+        return backward(ctx, gradient)
+
+    monkeypatch.setattr(megatron.AddedToMainGrad, "backward", staticmethod(recorded))
+    inputs = make_inputs((N, D, V))
+    inputs.linear_weight.main_grad = torch.zeros_like(inputs.linear_weight, requires_grad=False)
+    megatron.linear_cross_entropy(*inputs.args).backward()
+    assert arrived == [None]
+
+
 def test_without_megatrons_flag_autograd_gets_no_gradient():
     inputs = make_inputs((N, D, V))
     weight = inputs.linear_weight

@@ -292,6 +292,35 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
     assert traced[2:] == ["linear_cross_entropy_forward"]
 
 
+def test_a_head_of_which_a_kernel_does_not_compile_is_not_marked_as_compiled(gpu, caplog):
+    gpu.compile = lambda trace: (0, [("rows_kernel", ValueError("too large"))])
+    gpu.step(7)
+    assert gpu.compiled and not gpu.marked
+    assert "rows_kernel is not compiled ahead: ValueError: too large" in caplog.text
+
+
+def test_arithmetic_without_data_has_the_shapes_and_dtypes_of_torch():
+    from flce_ops.triton.launch.ahead import WithoutData
+
+    one, row = torch.empty(3, 4, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    half = torch.empty(3, 4, dtype=torch.float16, device="meta")
+    calls = [
+        lambda: row == 2,
+        lambda: row != 2,
+        lambda: row < row,
+        lambda: ~(row == 2),
+        lambda: torch.where(row == 2, one, 0.0),
+        lambda: half * 2.0,
+        lambda: one.amax(0),
+        lambda: one.exp(),
+    ]
+    for call in calls:
+        expected = call()
+        with WithoutData():
+            found = call()
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
 @pytest.fixture
 def traced():
     """Kernels that a trace asks for, by name. Each stands for a JITFunction, whose `compiled` are the names in turn."""
@@ -333,6 +362,27 @@ def test_kernels_are_compiled_after_two_numbers_of_tokens_are_traced_the_longest
         assert stand_in.result() is kernel is kernel.device_caches[0][0]["key"]
     first, others = tokens
     assert first + others == ahead.TOKENS and max(first) > 16384 and min(first) == 1 and len(first) < 4
+
+
+def test_a_kernel_that_does_not_compile_ahead_leaves_the_others_alone(traced):
+    """Its launch compiles it again and raises the error, if it comes to that."""
+    from flce_ops.support.vendor import H200, compiling
+    from flce_ops.triton.launch import ahead
+
+    jitted, compiled = traced
+    kernels = [jitted(name) for name in ("logits_gemm_kernel", "sum_losses_kernel", "target_rows_kernel")]
+    error = ValueError("too large")
+
+    def compile_none():
+        raise error
+
+    def trace():  # the first time it asks for them
+        for kernel in [] if compiling.get().kernels else kernels:
+            ahead.compile_later(kernel, "key", 0, compile_none if kernel is kernels[0] else kernel.compile)
+
+    found = ahead.compile_side_by_side(H200, "test", trace)
+    assert found == (2, [("logits_gemm_kernel", error)]) and len(compiled) == 2
+    assert [kernel.device_caches[0][0] for kernel in kernels] == [{}, *({"key": kernel} for kernel in kernels[1:])]
 
 
 def test_a_kernel_that_waits_when_tracing_fails_is_forgotten(traced):

@@ -2,6 +2,8 @@
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, S splits of it
 
+import contextlib
+
 import pytest
 import torch
 from reference_loss import error
@@ -11,6 +13,7 @@ pytest.importorskip("triton")
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_with_grad
+from flce_ops.triton.gemm import input_gradient
 from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES
@@ -93,6 +96,18 @@ def test_the_input_gradient_of_the_valid_rows(pieces, count, memory_numbers):
     exact += torch.where(column >= 0, residual, 0.0)[:, None].double() * w[column.clamp(min=0)]
     assert error(out[:count], exact[:count]) <= 5e-7
     assert out[count:].isinf().all()
+
+
+@interpreter
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_products_of_ranges_need_their_memory(missing, monkeypatch):
+    """A range of V has a product of its own, however many rows hold a token."""
+    n, d, v = 40, 24, 400
+    monkeypatch.setattr(input_gradient, "steps_of_range", lambda tiles: 4)  # of 32 classes each
+    memory = torch.empty(4 * n * d - missing)
+    arguments = torch.empty(n, d), torch.randn(v, d), Finish(), valid_tokens_of(n, n), [slice(0, v)], memory
+    with pytest.raises(AssertionError) if missing else contextlib.nullcontext():
+        InputGradient(*arguments, by_ranges=True)
 
 
 @interpreter

@@ -6,6 +6,7 @@ The workspace is small, but the gradient is allocated anyway.
 
 # N tokens, D hidden, V vocabulary
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 
 from reference_loss import error
 from test_triton_interpreter import assert_close, assert_one_pass, double, operands
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce_ops
 from flce_ops import aten
@@ -22,7 +24,7 @@ from flce_ops.triton.gemm import device
 from flce_ops.triton.rows.valid_tokens import choose_chunking
 from flce_ops.triton.steps import backward, chunking, chunks, forward, gradients, one_pass_step, overlay
 from flce_ops.triton.steps.chunking import best_chunking, problem_of
-from flce_ops.triton.steps.overlay import overlay_chunk, slice_tiles
+from flce_ops.triton.steps.overlay import overlay_chunk, scratch_of, slice_tiles
 
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU here: tests/objectives/test_numerics.py", allow_module_level=True)
@@ -88,6 +90,63 @@ def test_outputs_asked_for(wanted, poisoned_memory):
         found = flce_ops.triton.launch_with_grad(*args, row_scale, **options)
         assert WAITS in flce_ops.last_path().reason
     assert_close(found, aten.with_grad(*double(*args, row_scale), **options), torch.float32)
+
+
+class Allocated(TorchDispatchMode):
+    """The shapes that new_empty was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.new_empty.default:
+            self.shapes.append(tuple(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("quarter")
+def test_chunks_behind_it_have_memory_for_their_own_tokens_only():
+    args = operands((75, 64, 275), torch.float32, {})
+    with flce_ops.workspace(WORKSPACE):
+        chosen = best_chunking(problem_of(75, args[1], [True, True, False]))
+        with Allocated() as allocated:
+            flce_ops.triton.launch_with_grad(*args, torch.rand(75), output_mask=[True, True, False])
+    assert chosen.overlay is not None and len(chosen.chunks) == 1
+    rows = chosen.chunks[0].stop - chosen.chunks[0].start
+    columns = chunks.padded(275, 4)
+    assert {shape for shape in allocated.shapes if shape[1:] == (columns,)} == {(rows, columns)}
+
+
+@pytest.mark.parametrize(
+    "tokens, hidden, vocab, nbytes",
+    [(16384, 1024, 151936, 128 * MiB), (4096, 2048, 128256, 128 * MiB), (4096, 768, 256000, 128 * MiB)],
+)
+def test_its_rows_take_the_fewest_steps_of_the_gemms(tokens, hidden, vocab, nbytes):
+    """With the memory that its products really have."""
+    linear_weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    with flce_ops.workspace(nbytes):
+        problem = problem_of(tokens, linear_weight, [True, True, False])
+        chosen, _ = chunking.fewest_steps(problem)
+
+        def steps(rows):
+            found = overlay_chunk(problem, rows)
+            if found is None:
+                return math.inf
+            return problem.steps(rows, scratch_of(found, linear_weight).numel()) + problem.chunks(rows)[0]
+
+        others = range(problem.fitting() + 128, min(tokens, hidden + problem.fitting()), chunking.OVERLAY_STEP)
+        assert steps(chosen.rows) <= min(map(steps, others))
+
+
+@pytest.mark.parametrize("tokens, hidden, vocab, size", [(18182, 1024, 32000, 128), (16390, 4096, 50257, 256)])
+def test_tokens_take_few_chunks_more_than_fit(tokens, hidden, vocab, size):
+    """Each chunk adds to all of grad_linear_weight."""
+    linear_weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    with flce_ops.workspace(size * MiB):
+        problem = problem_of(tokens, linear_weight, [True, True, False])
+        fewest = math.ceil(tokens / problem.fitting())
+        assert fewest <= len(problem.chunks(0)[1]) <= fewest + chunks.CHUNKS_MORE
 
 
 @pytest.mark.usefixtures("quarter")

@@ -5,6 +5,31 @@ from fresh_process import run_script
 
 pytest.importorskip("triton")
 
+SPECIALIZED = """
+import importlib, os, pkgutil
+os.environ["TRITON_INTERPRET"] = "0"
+import triton
+import flce_ops.triton
+from flce_ops.triton.launch.replay import VARIES_WITH_TOKENS
+
+kernels = set()
+for module in pkgutil.walk_packages(flce_ops.triton.__path__, "flce_ops.triton."):
+    found = vars(importlib.import_module(module.name)).items()
+    kernels |= {kernel for name, kernel in found if name.endswith("_kernel")}
+assert len(kernels) > 40
+for kernel in kernels:
+    for parameter in kernel.params:
+        assert parameter.is_constexpr or parameter.do_not_specialize == (parameter.name in VARIES_WITH_TOKENS), (
+            kernel.__name__, parameter.name
+        )
+"""
+
+
+def test_no_kernel_is_compiled_again_because_the_number_of_tokens_is_one_or_a_multiple_of_16():
+    done = run_script(SPECIALIZED)
+    assert done.returncode == 0, done.stderr
+
+
 COMPILED = """
 import os
 os.environ["TRITON_INTERPRET"] = "0"

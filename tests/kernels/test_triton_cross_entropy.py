@@ -118,6 +118,25 @@ def test_bfloat16_logits_are_unpacked_as_they_are():
         assert error(number, expected) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
+@pytest.mark.parametrize(("blocks", "ahead"), [(2, 2), (12, 4)])
+def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ahead, monkeypatch):
+    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    asked, places, tile = [], [], triton.INTERPRETED
+
+    def ask_for(row, groups, block):
+        asked.append(int(groups.handle.data.item()))
+        places.append(int(row.pointer.handle.data.item()) - logits.data_ptr())
+
+    monkeypatch.setattr(triton, "INTERPRETED", tile._replace(programs=2))
+    monkeypatch.setattr("flce_ops.triton.given_logits.cross_entropy_kernels.ask_for", ask_for)
+    rows = 2 * triton.multiprocessors(torch.empty(0)) + 1  # the first one's program runs the last one, too
+    logits = torch.randn(rows, blocks * tile.block_g * 4)
+    triton.launch_with_grad(logits, torch.zeros(rows, dtype=torch.int64), None, None, None)
+    assert asked == [ahead * tile.block_g] + [0] * (rows - 1)
+    assert 0 <= min(places) and max(places) < 4 * logits.numel()  # its target is read, too
+
+
 @pytest.mark.parametrize(("blocks", "ahead"), [(3, 3), (8, 8), (12, 4), (16, 0), (20, 0)])
 def test_the_next_row_is_read_ahead_where_the_l2_has_room(blocks, ahead):
     """8 blocks of a row stay in registers. Those behind them and those of the next row share room for 8."""

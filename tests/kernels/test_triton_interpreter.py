@@ -5,6 +5,9 @@ bfloat16 is tested on GPUs only, because the interpreter's bfloat16 dot is wrong
 
 # N tokens, D hidden, V vocabulary
 
+import math
+from types import SimpleNamespace
+
 import inputs
 import pytest
 import torch
@@ -13,13 +16,16 @@ from test_gradient_gemms import valid_tokens_of
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.math.options import LogitOptions
+from flce_ops.math.options import LogitOptions, Operands
+from flce_ops.math.reduction import Reduction
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.gemm.epilogues import MaxSum
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.copy_rows import launch_copy_rows
+from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.set_entries import launch_set_entries
+from flce_ops.triton.rows.sum_losses import launch_sum_losses
 from flce_ops.triton.rows.valid_tokens import room_for_rows
 
 pytestmark = [
@@ -268,6 +274,19 @@ def test_the_grad_output_scales_in_place(factor):
     assert torch.equal(grad, expected)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("count", [1, 4096, 4097])
+def test_the_sum_of_losses_has_every_loss_once_and_nothing_beside_them(count, scaled):
+    around = torch.full((count + 2,), torch.nan)
+    losses, scales = around.clone()[1:-1], around.clone()[1:-1]
+    losses.copy_(torch.rand(count))
+    scales.copy_(torch.rand(count))
+    loss, total = torch.full((), torch.nan), torch.tensor(count, dtype=torch.int32)
+    launch_sum_losses(losses, Reduction(scales if scaled else None), total, loss)
+    exact = (losses.double() * scales).sum() if scaled else losses.double().mean()
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0.0)
+
+
 def test_weighted_column_sums_agree_with_float64():
     matrix, factor = torch.randn(2100, 131), torch.randn(2100)
     assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
@@ -287,6 +306,32 @@ def test_rows_are_scaled_and_rounded_once(dtype):
     assert torch.equal(out[:130], exact[:130].to(dtype))
     assert torch.equal(rest[:130], (exact - exact.to(dtype).float())[:130].to(dtype))
     assert not out[130:256].any() and out[256:].isnan().all()  # zeros up to where a tile may reach
+
+
+def gathered(input, linear_weight, target):
+    """The rows, their targets' logits and the guard."""
+    call = SimpleNamespace(operands=Operands(input, linear_weight, target, None, None), logits=LogitOptions())
+    rows = torch.empty(input.shape[0], input.shape[1], dtype=input.dtype)
+    at_target = launch_gather_targets(call, valid_tokens_of(input.shape[0], input.shape[0]), rows)
+    return rows, at_target.logit, at_target.guard
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_no_row_is_guarded_before_one_overflows(tokens, poisoned_memory):
+    *_, guard = gathered(torch.randn(tokens, 20), torch.randn(67, 20), torch.zeros(tokens, dtype=torch.int64))
+    assert guard == 0
+
+
+def test_hidden_states_are_found_beyond_2_31_numbers():
+    """The memory between the rows is reserved, not used."""
+    stride = 2**30 + 64
+    input = torch.empty(2 * stride + 20, dtype=torch.float16).as_strided((3, 20), (stride, 1))
+    input.copy_(torch.randn(3, 20))
+    linear_weight = torch.randn(67, 20, dtype=torch.float16)
+    rows, logit, _ = gathered(input, linear_weight, torch.tensor([5, 0, 66]))
+    assert torch.equal(rows, input)
+    exact = (input.double() * linear_weight[[5, 0, 66]].double()).sum(1) / math.log(2)
+    torch.testing.assert_close(logit.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_entries_are_set_in_the_columns_of_the_matrix_only():

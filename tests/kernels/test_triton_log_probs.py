@@ -2,6 +2,8 @@
 
 # N tokens, D hidden, V vocabulary
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,20 @@ def test_forward_gives_the_expected_and_the_largest_logit(shape, dtype, options,
     found, truth = forward_and_truth(args, logit_options(options))
     assert_rows(found, truth, dtype)
     assert torch.equal(found[5], truth[5])  # no two products of these operands are that close
+
+
+@pytest.mark.parametrize("wanted", ["expected_log_prob", "argmax"])
+def test_only_an_entropy_replaces_the_logit_of_its_reference_class(wanted, monkeypatch):
+    module, asked = importlib.import_module("flce_ops.triton.steps.forward"), []
+    launch = module.launch_exponentials
+
+    def recorded(*arguments, **options):
+        asked.append(options["reference_class"])
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(module, "launch_exponentials", recorded)
+    launch_forward(*operands(RAGGED, torch.float32, {}), **{wanted: True})
+    assert [reference is not None for reference in asked] == [wanted == "expected_log_prob"]
 
 
 @pytest.mark.parametrize("wanted", ["expected_log_prob", "argmax", "logit_sum"])

@@ -12,7 +12,8 @@ from flce_ops.meta.arguments import LowRankWithGrad
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.steps.low_rank_with_grad import launch_low_rank_with_grad
+from flce_ops.triton.steps.chunks import small_bytes
+from flce_ops.triton.steps.low_rank_with_grad import LowRankStep, launch_low_rank_with_grad
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat16 dots are wrong
@@ -35,6 +36,16 @@ def launched(call, mask=(True, True, True, True)):
     found = launch_low_rank_with_grad(*operands, scale, denominator, **numbers, output_mask=list(mask))
     assert LowRankWithGrad.index["low_rank_input"] == 2
     return [found[0], *(grad for grad, wanted in zip(found[2:], mask) if wanted)]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it")
+def test_products_of_the_pair_take_no_more_memory_than_sums_did(monkeypatch):
+    asked, make = [], LowRankStep.float32
+    monkeypatch.setattr(LowRankStep, "float32", lambda step, numbers: asked.append(numbers) or make(step, numbers))
+    with flce_ops.workspace(1 << 16):
+        launched(Call((140, 24, 131), 3, DTYPE, "cpu"), [True, True, True, False])
+        room = small_bytes() // 4
+    assert asked and max(asked) <= room, (asked, room)
 
 
 @pytest.mark.parametrize(

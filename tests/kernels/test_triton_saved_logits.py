@@ -12,6 +12,7 @@ from test_triton_log_probs import CASES, rescued_operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
+from flce_ops.triton.gemm import backends
 from flce_ops.triton.gemm.device import tiles_for
 from flce_ops.triton.steps.backward import gradient_slices
 from flce_ops.triton.steps.quantized_logits import quantized_of
@@ -87,6 +88,39 @@ def test_quantized_logits_are_right_within_half_a_step(dtype, steps, poisoned_me
     dequantize = largest + (q - 65535) / steps
     assert (dequantize - z2).abs().max() <= 0.5 / steps + 1e-5
     assert q.max() == 65535
+
+
+@pytest.mark.parametrize("retain, again", [(20, []), (128, []), (0, [20])])
+def test_logits_of_saved_rows_are_not_made_again(retain, again, monkeypatch):
+    args, made = operands((20, 24, 131), torch.float32, {}), []
+    rows = launch_forward(*args, retain=retain)
+    (own,) = backends.BACKENDS
+
+    def logits(*operands, **options):
+        made.append(operands[0].shape[0])
+        own.logits(*operands, **options)
+
+    monkeypatch.setattr(backends, "BACKENDS", [own._replace(logits=logits)])
+    launch_backward(
+        *torch.randn(2, 20), None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, False]
+    )
+    assert made == again
+
+
+def test_entries_too_small_to_be_saved_have_no_gradient(poisoned_memory):
+    """Below 2^-64 of the largest in their tile. The lowest number that can be saved stands for all of them."""
+    args = operands((20, 24, 300), torch.float32, {"bias": True})
+    args[3].zero_()
+    args[3][[5, 290]] = -100.0
+    args[2].clamp_(min=6, max=280)  # neither class is a target
+    rows = launch_forward(*args, retain=20)
+    ones = torch.ones(20)
+    gradients = launch_backward(
+        -ones, ones, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, True]
+    )
+    for of_classes in gradients[1:]:
+        gone = of_classes.reshape(300, -1).eq(0.0).all(1)
+        assert gone[[5, 290]].all() and gone.sum() == 2
 
 
 @pytest.mark.parametrize("case", CASES)

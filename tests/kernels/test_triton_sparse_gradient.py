@@ -16,11 +16,11 @@ from flce_ops.triton.gemm.tma import matrix_of
 from flce_ops.triton.launch import replay
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
-from flce_ops.triton.sparse import gather_sums
+from flce_ops.triton.sparse import gather_sums, sparse_or_dense
 from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import Lists, cut_lists, launch_gather_lists
 from flce_ops.triton.sparse.sparse_lists import launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, SparseRows, lists_may_pay
+from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, SparseRows, lists_may_pay
 from flce_ops.triton.steps import backward, with_grad
 from flce_ops.triton.steps.chunks import slices
 
@@ -98,7 +98,7 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
 
 
 def test_several_programs_share_a_long_list():
-    """A list has a program for each 1024 places; two take turns of 128 entries."""
+    """A list has a program for each 1024 places; two take turns of 256 entries."""
     n, num_classes, room = 5, 2100, 2048
     count = torch.tensor([0, 1, 129, 700, room], dtype=torch.int32)
     entries = torch.full((n, room), -1)
@@ -291,6 +291,38 @@ def two_kinds_of_classes(tokens, hidden, num_classes, frequent):
     made.input[:, 0] = 1.0
     made.linear_weight.mul_(0.3)[:frequent, 0] += 6.0
     return made
+
+
+def test_a_block_of_classes_is_dense_if_its_lists_take_longer_than_its_gemms(monkeypatch):
+    """128 classes cost as much as the lists of 128 / CLASSES_PER_ENTRY entries a token."""
+    n, kept = 8, (64, 16, 40)
+    monkeypatch.setattr(sparse_or_dense, "CLASSES_PER_ENTRY", 4)
+    monkeypatch.setattr(sparse_or_dense, "worth", lambda classes, hidden: 1000.0)
+    exponentials = torch.cat([(torch.arange(128) < number).float().expand(n, 128) for number in kept], 1).contiguous()
+    valid_tokens, _ = compact_tokens(torch.zeros(n, dtype=torch.int64), -100, 384)
+    dense = DenseClasses(*(torch.empty(size, dtype=torch.int32) for size in ((3,), (4,), ())))
+    rows = SparseRows(matrix_of(exponentials), torch.ones(n), valid_tokens, dense, 384, 0.5, None)
+    sparse_or_dense.launch_sparse_or_dense(rows, 16)
+    assert dense.is_dense.tolist() == [1, 0, 1] and dense.number == 2 and dense.which[:2].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("hidden, block", [(20, 256), (300, 512), (1100, 1024)])
+def test_a_program_of_a_list_has_at_most_so_many_columns(hidden, block, monkeypatch):
+    launched = []
+
+    class Launcher:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(options["BLOCK_D"]) or self.kernel[grid](*args, **options)
+
+    for name in ("sum_splits_kernel", "sum_lists_kernel"):
+        monkeypatch.setattr(gather_sums, name, Launcher(getattr(gather_sums, name)))
+    monkeypatch.setattr(gather_sums, "SPLIT", 8)
+    cut = cut_lists(random_lists(3, 50, 20), 100)
+    launch_gather_lists(cut, torch.randn(50, hidden), torch.empty(3, hidden), add=False, columns=1024, splits=100)
+    assert launched == [block] * 2
 
 
 def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, poisoned_memory):

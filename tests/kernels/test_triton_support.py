@@ -144,6 +144,22 @@ def test_a_shard_has_its_own_classes(classes):
 
 
 @interpreter
+@pytest.mark.parametrize("hidden, block", [(37, 64), (1024, 1024), (3000, 1024)])
+def test_a_program_takes_at_most_1024_features_at_a_time(hidden, block, monkeypatch):
+    """It holds them of several classes at once."""
+    launched, kernel = [], in_triton.support_products_kernel
+
+    class Launcher:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(options["BLOCK_D"]) or kernel[grid](*args, **options)
+
+    monkeypatch.setattr(in_triton, "support_products_kernel", Launcher())
+    inputs, support = prepared((2, hidden, 7), 3, torch.float32, False)
+    in_triton.launch_forward(*inputs.args, *support)
+    assert launched == [block]
+
+
+@interpreter
 def test_strides_do_not_matter():
     inputs, support = prepared((11, 37, 31), 5, torch.float16, True)
     input, linear_weight, target, linear_bias = inputs.args

@@ -6,21 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreter import let_tensor_maps_add
 from reference_loss import error
 from test_gradient_gemms import interpreter, valid_tokens_of
 
 pytest.importorskip("triton")
 
+from flce_ops.triton.gemm.class_blocks import EVERY_BLOCK, ClassBlocks
 from flce_ops.triton.gemm.tiles import WEIGHT_TILES
 from flce_ops.triton.gemm.transposed_tiles import launch_transposed_tiles
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 
 
-def summed_over_chunks(e, x, chunks, dtype, valid=None):  # (N, V), (N, D)
+def summed_over_chunks(e, x, chunks, dtype, valid=None, blocks=EVERY_BLOCK):  # (N, V), (N, D)
     """The sum by WeightGradient, and the exact sum."""
     tokens, valid = e.shape[0], e.shape[0] if valid is None else valid
     out = torch.full((e.shape[1], x.shape[1]), torch.nan, dtype=dtype, device=e.device)
-    gradient = WeightGradient(out, tokens, chunks)
+    gradient = WeightGradient(out, tokens, chunks, blocks=blocks)
     size = tokens // chunks
     for start in range(0, tokens, size):
         rows = slice(start, start + size)
@@ -111,18 +113,8 @@ def test_rows_that_overflow_their_scale_are_made_again(growth, d):
 
 @pytest.fixture
 def by_tensor_maps(monkeypatch):
-    """Makes the weight gradient's GEMM use tensor maps. Triton's interpreter has none that add, so the test provides
-    them.
-    """
-    from triton.runtime import interpreter
-
-    def add(builder, kind, tensor_map, value, indices):
-        pointers, mask = tensor_map.materialize_pointers(indices)
-        there = builder.create_masked_load(pointers, mask, value, None, None, False)
-        there.data = there.data + value.data
-        return builder.create_masked_store(pointers, there, mask, None, None)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", add, raising=False)
+    """Makes the weight gradient's GEMM use tensor maps."""
+    let_tensor_maps_add(monkeypatch)
     tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)  # a tile size that transposed tiles accept, too
     monkeypatch.setitem(WEIGHT_TILES, "interpreter", tiles)
 
@@ -158,6 +150,22 @@ def test_rows_that_exceed_their_unit_are_found_wherever_they_are(by_tensor_maps)
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
+
+
+@interpreter
+def test_rows_that_exceed_their_unit_are_found_in_a_list_of_blocks(by_tensor_maps):
+    """Blocks of 128 classes, as sparse gradients list them, in tiles of 32: every tile of a listed block is looked at,
+    and no other.
+    """
+    e, x = torch.rand(96, 520), torch.randn(96, 80)
+    e[:32] *= 1e-9
+    which = torch.tensor([0, 2, 4, 0], dtype=torch.int32)
+    listed = torch.isin(torch.arange(520) // 128, which)
+    blocks = ClassBlocks(torch.tensor(3, dtype=torch.int32), which)
+    found, exact = summed_over_chunks(e, x, 3, torch.bfloat16, blocks=blocks)
+    assert found[~listed].isnan().all()  # as it was
+    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert of_rows[listed].max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter

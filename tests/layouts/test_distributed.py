@@ -8,6 +8,7 @@ in test_distributed_*.py.
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -41,9 +42,31 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import flce_ops
+from flce_ops.distributed.layout import check_plain_target
 from flce_ops.support import rank_check
 
 # ---------------------------------------------------------------- tokens and vocabulary sharded
+
+
+class Rows(SimpleNamespace):
+    """A DTensor's shape, of which this rank has the first two sequences."""
+
+    shape, placements = torch.Size((4, 6, 8)), (Shard(0),)
+
+    def dim(self):
+        return 3
+
+    def to_local(self):
+        return torch.empty(2, 6, 8)
+
+
+def test_a_plain_target_of_batches_holds_all_tokens():
+    check_plain_target(torch.zeros(4, 6), Rows())
+    check_plain_target(torch.zeros(4, 6, 5), Rows())  # five classes of each
+    with pytest.raises(ValueError, match=r"all tokens of input, shape \(4, 6\), got \(2, 6\). It has the tokens of"):
+        check_plain_target(torch.zeros(2, 6), Rows())
+    with pytest.raises(ValueError, match=r"all tokens of input, shape \(4, 6\), got \(4, 5\)$"):
+        check_plain_target(torch.zeros(4, 5), Rows())
 
 
 @pytest.mark.parametrize("world", SQUARE)

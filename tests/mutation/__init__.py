@@ -17,14 +17,16 @@ are run, quickest first, until one fails.
     survived     no test that the map names for the line fails
     not run      no test on this machine runs the line: what a GPU alone runs, and holes
     equivalent   written by hand with its reason: no result, error or promise differs from the right program's
+    void         written by hand: its line went out of the package before it was run
 
 A few tests run first, tests that killed other mutants of the file before all. A mutant that they all leave alive meets
 every case of its tests, of which the map has a sample. Limits are seconds of a process's own CPU time, so load on the
 machine decides nothing.
 
 Tests run on the CPU, kernels in Triton's interpreter. `--again CSV` takes what was not killed once more, with
-`--tests FILE` against other tests than the map's: so a new test is shown to kill. `--map --tests FILE` measures these
-files again and keeps the map of the others.
+`--tests FILE` against other tests than the map's: so a new test is shown to kill. `--budget 25` is a first pass: tests
+of 25 seconds a mutant, and what survives these stays unfinished. `--map --tests FILE` measures these files again and
+keeps the map of the others.
 
 mutants.csv has 106 mutants drawn at fef8f21 over aten, distributed, entry, functional, math, meta, objectives, ops and
 triton (no launch, no sparse) with seeds 1 and 2, and 389 drawn at 7f4aea3 over the whole package with seed 3. So far

@@ -23,6 +23,7 @@ def main() -> int:
     )
     add("--tests", nargs="*", help="these files or tests, instead of the map's")
     add("--jobs", type=int, default=1, help="processes")
+    add("--budget", type=float, help="of a mutant's tests, in seconds; what survives is unfinished: a first pass")
     add("--seconds", type=float, default=float("inf"), help="of the whole command")
     add("--out", type=Path, help="the CSV, a row a mutant; with --map the map")
     add("--map", action="store_true", help="measure which tests run which lines")
@@ -62,6 +63,7 @@ def main() -> int:
             jobs=arguments.jobs,
             seconds=arguments.seconds,
             named=[(name, 60.0) for name in arguments.tests] if arguments.tests else None,
+            budget=arguments.budget,
         )
     if before:
         rows = run.merged(before, rows)

@@ -92,10 +92,10 @@ def draw(project: Project, areas: list[str], count: int, seed: int) -> list[Muta
 
 
 def again(project: Project, rows: Path) -> list[Mutant]:
-    """Those of a CSV that no test killed, found by their text where lines have moved."""
-    found = []
+    """Those of a CSV that no test killed, found by their text where lines have moved. Some may be gone."""
+    found, files = [], set(project.files([]))
     for row in read(rows):
-        if row["result"] in OPEN:
+        if row["result"] in OPEN and row["file"] in files:
             same = [mutant for mutant in mutants_of(project, row["file"]) if _key(mutant.row()) == _key(row)]
             found += sorted(same, key=lambda mutant: abs(mutant.fault.line - int(row["line"])))[:1]
     return found
@@ -181,9 +181,9 @@ def run_tests(package: str, names: list[str], wrong: list[str], running: str) ->
 
 
 class Worker:
-    def __init__(self, project: Project, folder: Path, tests: Map, end: float) -> None:
+    def __init__(self, project: Project, folder: Path, tests: Map, end: float, budget: float | None = None) -> None:
         self.project, self.folder, self.tests = project.cloned_to(folder / "copy"), folder, tests
-        self.end = end
+        self.end, self.budget = end, budget
         self.right: dict[str, bool] = {}  # does a test pass where nothing is mutated?
         self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # of a file: tests that killed mutants of it
 
@@ -217,7 +217,7 @@ class Worker:
                     break
             else:
                 names = list(dict.fromkeys(name.partition("[")[0] for name, _ in tests if "[" in name))
-                every = self.answer(names, ALL_CASES) if names else found
+                every = self.answer(names, ALL_CASES) if names and self.budget is None else found
                 found = found if every.get("hangs") else every
         finally:
             path.write_text(source)
@@ -236,6 +236,8 @@ class Worker:
         begin = time.monotonic()
         killers = self.killers[mutant.file]
         tests = sorted(named or mutant.tests(self.tests), key=lambda test: -killers[test[0]])  # else quickest first
+        if self.budget is not None:
+            tests = within(self.budget, tests)
         row = mutant.row()
         while True:
             tests = [test for test in tests if self.right.get(test[0], True)]
@@ -246,7 +248,8 @@ class Worker:
             found = self.answer_mutated(mutant, tests)
             failed = found["failed"]
             if failed is None:
-                row |= {"result": "survived" if found["passed"] else "not run", "by": ""}
+                survived = "survived" if self.budget is None else "unfinished"
+                row |= {"result": survived if found["passed"] else "not run", "by": ""}
                 break
             right = self.passes_unmutated(failed, names)
             if time.monotonic() >= self.end:
@@ -263,6 +266,15 @@ class Worker:
         return row | {"tests": len(names), "seconds": round(time.monotonic() - begin, 1)}
 
 
+def within(budget: float, tests: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The first tests, of `budget` seconds altogether; at least one."""
+    kept: list[tuple[str, float]] = []
+    for name, seconds in tests:
+        if not kept or sum(taken for _, taken in kept) + seconds <= budget:
+            kept.append((name, seconds))
+    return kept
+
+
 def run(
     project: Project,
     mutants: list[Mutant],
@@ -273,6 +285,7 @@ def run(
     jobs: int = 1,
     seconds: float = float("inf"),
     named: list[tuple[str, float]] | None = None,
+    budget: float | None = None,
 ) -> list[dict[str, Any]]:
     """The rows in the order in which they came; `out` has each as soon as it is known.
 
@@ -285,7 +298,7 @@ def run(
     following, lock = context.Value("i", 0), context.Lock()
 
     def work_off(number: int) -> None:
-        worker = Worker(copy, work / str(number), tests, end)
+        worker = Worker(copy, work / str(number), tests, end, budget)
         while time.monotonic() < end:
             with following.get_lock():
                 index = following.value
@@ -316,7 +329,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         area = row["file"].partition("/")[0] if "/" in row["file"] else "."
         for name in (area, "all"):
             count[name]["killed" if row["result"] == "hangs" else row["result"]] += 1
-    results = ("killed", "survived", "equivalent", "not run", "unfinished")
+    results = ("killed", "survived", "equivalent", "not run", "unfinished", "void")
     lines = ["| area | mutants | " + " | ".join(results) + " |", "|---|" + "---|" * (len(results) + 1)]
     for area in sorted(count, key=lambda name: (name == "all", name)):
         cells = [sum(count[area].values()), *(count[area][result] for result in results)]

@@ -92,6 +92,18 @@ def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_nee
     assert dtypes == [torch.float32]
 
 
+def test_the_teachers_rows_of_a_chunk_are_part_of_the_workspace():
+    """The valid rows of the teacher's states are copied chunk by chunk, as the student's are."""
+    hidden, vocab, wide = 8, 16, 4096
+    rows = []
+    for teacher in (8, wide):
+        pair = make_pair((4000, hidden, teacher, vocab), requires_grad=False)
+        with flce_ops.workspace(10 * MiB):
+            flce_ops.linear_kl_div(**pair)
+        rows.append(flce_ops.last_path().rows_per_chunk)
+    assert rows[0] > 2000 and 128 <= rows[1] <= 10 * MiB // (4 * wide), rows
+
+
 def test_teacher_states_are_not_held_until_backward(device):
     """Gradients are made in forward, so the memory of a freed teacher is free."""
     import weakref

@@ -10,6 +10,16 @@ from reference_divergence import make_pair
 from test_kl_div_operator import SHAPE, flce, inner_args
 
 import flce_ops
+from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.meta.kl_div_checks import check_teacher
+
+
+def test_a_teacher_without_classes_is_a_shards():
+    """Of a rank that has none of the vocabulary. Only the numbers of classes must agree."""
+    rows, none = torch.empty(3, 4), torch.empty(0, 4)
+    check_teacher("linear_kl_div", KlDivOperands(rows, none, None, rows, none, None, None, None))
+    with pytest.raises(ValueError, match="student and teacher must have one vocabulary"):
+        check_teacher("linear_kl_div", KlDivOperands(rows, torch.empty(5, 4), None, rows, none, None, None, None))
 
 
 def changed(pair, **changes):

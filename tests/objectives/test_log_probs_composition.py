@@ -101,6 +101,22 @@ def test_the_backward_operator_through_opcheck(device, needs):
     opcheck(flce.linear_cross_entropy_backward.default, args, options, test_utils=tests)
 
 
+def test_the_backward_operator_takes_cotangents_of_any_dtype(device):
+    """They are numbers: gradients have the bits of float32 cotangents."""
+    inputs = make_inputs((12, 11, 31), device=device, bias=True, requires_grad=False)
+    _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args)
+    cotangents = [torch.randn_like(lse).bfloat16() for _ in range(2)]
+
+    def gradients(dtype):
+        of_rows = [cotangent.to(dtype) for cotangent in cotangents]
+        return flce.linear_cross_entropy_backward(*of_rows, None, *inputs.args, None, lse, output_mask=[True] * 3)
+
+    expected = gradients(torch.float32)
+    for dtype in (torch.bfloat16, torch.float64):
+        for found, right in zip(gradients(dtype), expected, strict=True):
+            assert found.dtype == right.dtype and torch.equal(found, right)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph(device, dynamic):
     inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64, bias=True)

@@ -132,6 +132,40 @@ def test_accuracy_stays_float32_under_a_half_default_dtype(device):
     assert with_metrics.last.token_accuracy == expected
 
 
+METRICS = ("argmax", "lse", "z_loss", "token_accuracy", "is_top1", "entropy")
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_alone_is_what_it_is_with_the_others(name, device):
+    inputs = make_inputs(device=device)
+    every = flce_ops.linear_cross_entropy(*inputs.args, z_loss=1e-3, return_metrics=METRICS)[1]
+    alone = flce_ops.linear_cross_entropy(*inputs.args, z_loss=1e-3, return_metrics=(name,))[1]
+    assert list(alone) == [name]
+    torch.testing.assert_close(alone[name], every[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("buffer", [False, True], ids=["one pass", "main_grad"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_losses_do_not_depend_on_the_default_dtype(default, reduction, buffer, device):
+    inputs, before = make_inputs(device=device), torch.get_default_dtype()
+
+    def loss_and_gradients():
+        main_grad = torch.zeros_like(inputs.linear_weight, requires_grad=False) if buffer else None
+        loss = flce_ops.linear_cross_entropy(*inputs.args, reduction=reduction, z_loss=1e-3, main_grad=main_grad)
+        (of_input,) = torch.autograd.grad(loss.sum(), inputs.input)
+        return loss.detach(), of_input
+
+    expected = loss_and_gradients()
+    torch.set_default_dtype(default)
+    try:
+        found = loss_and_gradients()
+    finally:
+        torch.set_default_dtype(before)
+    for number, right in zip(found, expected, strict=True):
+        assert number.dtype == right.dtype and torch.equal(number, right)
+
+
 def test_shapes_of_a_batch_and_the_modules(device):
     inputs = make_inputs((24, 11, 31), device=device, bias=True)
     args = inputs.input.view(2, 12, 11), inputs.linear_weight, inputs.target.view(2, 12), inputs.linear_bias

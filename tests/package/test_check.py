@@ -52,6 +52,26 @@ def test_a_step_slower_than_the_eager_one_is_told_and_one_slower_than_the_compil
     assert times == [promised, True]
 
 
+@pytest.mark.parametrize("failing, told", [("eager", True), ("torch.compile", True), ("flce_ops", False)])
+def test_only_an_error_of_plain_torch_is_told_and_passed_over(failing, told, capsys, monkeypatch):
+    """Its logits may not fit the memory. An error of the package ends the check."""
+    names = iter(["flce_ops", "eager", "torch.compile"])
+
+    def measured(function, head):
+        if next(names) == failing:
+            raise RuntimeError("no room")
+        return 1.0, 2
+
+    monkeypatch.setattr(check, "time_and_memory", measured)
+    head = check.make_head(check.SHAPES["cpu"], torch.device("cpu")).to(torch.float32)
+    if told:
+        assert not any(failing in line.what for line in check.step(head))
+        assert f"{failing}: RuntimeError: no room" in capsys.readouterr().out
+    else:
+        with pytest.raises(RuntimeError, match="no room"):
+            check.step(head)
+
+
 @pytest.mark.gpu
 def test_a_step_is_measured(capsys):
     head = check.make_head(check.TIMED, torch.device("cuda")).to(torch.bfloat16)

@@ -97,7 +97,17 @@ mutants = [m for m in run.mutants_of(project, "formulas.py") if [m.fault.before,
 run.PATIENCE = 20.0, 1.0
 rows = run.run(project, mutants, Map.read(folder / "map.json"), folder / "out.csv", work=work, jobs=2)
 print(run.summary(rows))
-(left,) = run.again(project, folder / "out.csv")
+(first,) = run.run(
+    project,
+    run.again(project, folder / "out.csv"),
+    Map.read(folder / "map.json"),
+    folder / "first.csv",
+    work=work / "first",
+    budget=0.0,
+)
+assert first["result"] == "unfinished", first
+run.write(folder / "first.csv", [*rows, first | {"file": "gone.py"}])
+(left,) = run.again(project, folder / "first.csv")
 named = [("tests/all/test_toy.py", 1.0)]  # with its test that fails everywhere
 found = run.run(project, [left], None, folder / "again.csv", work=work / "again", named=named)
 run.write(folder / "again.csv", run.merged(rows, found))

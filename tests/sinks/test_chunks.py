@@ -2,12 +2,18 @@
 
 # N tokens, D hidden, V vocabulary
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from inputs import make_inputs
 from reference_loss import error, run, run_reference
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce_ops
+from flce_ops import aten
+from flce_ops.aten import gradients
 from flce_ops.aten.gradients import ROUNDED_CHUNKS_ON_CPU
 
 N, D, V = 640, 48, 509
@@ -96,6 +102,97 @@ def test_workspace_that_is_not_positive_is_refused(bytes):
     with pytest.raises(ValueError, match="workspace"):
         flce_ops.set_workspace(bytes)
     assert flce_ops.get_workspace() == 512 * 2**20
+
+
+@pytest.mark.parametrize("retained", [-1, True, 1.5])
+def test_saved_logits_of_no_number_of_bytes_are_refused(retained):
+    with pytest.raises(ValueError, match="expected retained to be a number of bytes"):
+        flce_ops.set_workspace(2**24, retained=retained)
+
+
+@pytest.mark.parametrize(
+    "dtype, elements, chunks, expected",
+    [
+        (torch.bfloat16, 1000, ROUNDED_CHUNKS_ON_CPU + 1, True),
+        (torch.bfloat16, 1000, ROUNDED_CHUNKS_ON_CPU, False),
+        (torch.bfloat16, 2**40, ROUNDED_CHUNKS_ON_CPU + 1, False),  # no room
+        (torch.float32, 1000, ROUNDED_CHUNKS_ON_CPU + 1, False),
+    ],
+    ids=str,
+)
+def test_half_sums_of_many_chunks_are_kept_in_float32_where_they_fit(dtype, elements, chunks, expected):
+    assert gradients.sums_in_float32(torch.empty(1, dtype=dtype), elements, chunks) == expected
+
+
+@pytest.mark.parametrize("hidden, classes", [(64, 8), (1024, 1), (0, 29)])
+def test_products_that_are_added_in_float32_fit_the_cache_if_they_can(hidden, classes, monkeypatch):
+    """At least one class at a time, however many features it has."""
+    monkeypatch.setattr(gradients, "PRODUCT_BYTES", 1024)
+    total, made = torch.zeros(29, hidden), []
+
+    class Sum:
+        def __getitem__(self, rows):
+            made.append(total[rows].shape[0])
+            return total[rows]
+
+        def __setitem__(self, rows, value):
+            assert value.data_ptr() == total[rows].data_ptr()
+
+    grad_logits, input = torch.randn(5, 29).bfloat16(), torch.randn(5, hidden).bfloat16()
+    gradients.GradientAccumulator.add_by_classes(SimpleNamespace(weight_sum=Sum()), grad_logits, input)
+    assert max(made) == classes and sum(made) == 29
+    torch.testing.assert_close(total, (grad_logits.T @ input).float())
+
+
+class Shapes(TorchDispatchMode):
+    """Those of the results of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.name().startswith(("aten::mm", "aten::addmm")):
+            self.seen.add(tuple(out.shape))
+        return out
+
+
+def test_a_gradient_that_nobody_wants_is_not_multiplied():
+    made = make_inputs((20, 8, 61), requires_grad=False)
+    _, lse, *_ = aten.forward(*made.args, None)
+    with Shapes() as shapes:
+        found = aten.backward(-torch.ones(20), None, None, *made.args, None, lse, output_mask=[False, True, False])
+    assert [gradient.numel() for gradient in found] == [0, 61 * 8, 0]
+    assert {shape for shape in shapes.seen if shape[1] == 8} == {(61, 8)}
+
+
+def test_the_copy_of_a_head_that_blas_cannot_read_is_part_of_the_workspace():
+    made = make_inputs((4000, 64, 2048), requires_grad=False)
+    x, w, target, _ = made.args
+    rows = []
+    for weight in (w, w.repeat_interleave(2, 1)[:, ::2]):
+        with flce_ops.workspace(2**23):
+            flce_ops.linear_log_probs(x, weight, target)
+        rows.append(flce_ops.last_path().rows_per_chunk)
+    assert rows[0] > rows[1], rows
+
+
+@pytest.mark.parametrize("dtype, sums", [(torch.bfloat16, True), (torch.float32, False)], ids=str)
+def test_a_float32_buffer_needs_no_sum_beside_it(dtype, sums, monkeypatch):
+    """So no workspace is kept for one."""
+    asked, module = [], importlib.import_module("flce_ops.aten.backward")
+    rows = module.rows_beside_gradients
+
+    def recorded(input, num_classes, want_weight, **options):
+        asked.append(want_weight)
+        return rows(input, num_classes, want_weight, **options)
+
+    monkeypatch.setattr(module, "rows_beside_gradients", recorded)
+    made = make_inputs((20, 8, 61), dtype=torch.bfloat16)
+    main_grad = torch.zeros(61, 8, dtype=dtype)
+    flce_ops.linear_cross_entropy(*made.args, reduction="none", main_grad=main_grad).sum().backward()
+    assert asked == [sums]
 
 
 def test_default_workspace_makes_large_chunks(device):

@@ -2,6 +2,7 @@
 
 # N tokens, D hidden, V vocabulary
 
+import contextlib
 import importlib
 import inspect
 import io
@@ -13,6 +14,7 @@ from inputs import make_inputs
 
 import flce_ops
 from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss, VocabParallel
+from flce_ops.support.target_range import assert_in_range
 
 N, D, V = 6, 4, 9
 
@@ -185,6 +187,32 @@ def test_default_ignore_index_is_out_of_range_when_another_is_set():
     flce_ops.linear_cross_entropy(**arguments)
     with pytest.raises(IndexError, match="-100"):
         flce_ops.linear_cross_entropy(**arguments, ignore_index=0)
+
+
+def test_a_target_out_of_range_is_told_on_the_device_too():
+    """As in an exported program. torch's assert raises at once on a CPU."""
+    for inside in (True, False):
+        refused = pytest.raises(RuntimeError, match=r"expected target in \[0, 5\)")
+        with contextlib.nullcontext() if inside else refused:
+            assert_in_range(torch.tensor(inside), torch.tensor([3]), 5, -100, on_device=True)
+
+
+@pytest.mark.parametrize("ignore_index", [-(2**31), -100, 1000, 2**31 - 1])
+def test_an_int32_target_takes_every_ignore_index_of_its_range(ignore_index):
+    arguments = good()
+    arguments["target"][3] = ignore_index
+    expected = flce_ops.linear_cross_entropy(**arguments, ignore_index=ignore_index)
+    arguments["target"] = arguments["target"].int()
+    assert torch.equal(flce_ops.linear_cross_entropy(**arguments, ignore_index=ignore_index), expected)
+
+
+def test_class_weights_of_given_logits_are_checked():
+    """In the words of the function that was called, not of an operator that it calls."""
+    logits, target = torch.randn(6, 9), torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^cross_entropy: expected weight of shape \(9,\).*\(8,\)"):
+        flce_ops.cross_entropy(logits, target, weight=torch.rand(8))
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy: weight \(class weights\) gets no gradient"):
+        flce_ops.cross_entropy(logits, target, weight=torch.rand(9).requires_grad_())
 
 
 def test_class_weights_do_not_hide_a_target_out_of_range():

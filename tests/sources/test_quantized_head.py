@@ -3,6 +3,7 @@
 # N tokens, K classes of a target, D hidden, V vocabulary
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,16 @@ from test_tensor_kinds import Quantized
 from torch import nn
 
 import flce_ops
-from flce_ops.distributed.class_slices import QuantizedHead
+from flce_ops.distributed.class_slices import QuantizedHead, packed_state
 
 N, D, V = 37, 64, 1021
+
+
+def test_a_state_without_blocks_is_not_bitsandbytes():
+    state = SimpleNamespace(blocksize=64)
+    assert packed_state(SimpleNamespace(quant_state=state)) is state
+    assert packed_state(SimpleNamespace(quant_state=SimpleNamespace())) is None
+    assert packed_state(SimpleNamespace(quant_state=None)) is None and packed_state(torch.empty(2)) is None
 
 
 class Sliced(Quantized):
