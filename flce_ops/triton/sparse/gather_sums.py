@@ -119,7 +119,7 @@ def split_lists_kernel(
 def cut_lists(lists: Lists, splits: int) -> Lists:
     """The lists, cut into at most `splits` splits. Their `behind` is written if it is given."""
     lengths = lists.lengths
-    lists = lists._replace(split=lengths.new_empty(()), splits=torch.empty_like(lengths))
+    lists = lists._replace(split=lengths.new_empty(()), splits=lengths.new_empty(lengths.shape))
     split_lists_kernel[(1,)](lists, lengths.shape[0], splits, SPLIT, BLOCK=8192, num_warps=16)
     return lists
 
