@@ -55,8 +55,10 @@ def with_its_options(case: Case) -> Case:
         new["temperature"] = 1.0
     if case.function == "kl_div" and case.dtype == "float64" and case.data == "huge":
         new["data"] = "large"  # log-ratios of 2000 nats: the truth has no digits left of saturated rows
-    flattens = case.function == "given_logits" and len(case.tokens) > 1  # DTensor refuses it where the case makes them
-    special = case.sparse or case.main_grad or not case.count or flattens
+    # DTensor refuses to flatten the logits where the case makes them, and to reduce one class to a bias's gradient
+    one_class = case.mesh == "classes" and case.V == 1
+    refused = case.function == "given_logits" and (len(case.tokens) != 1 or one_class)
+    special = case.sparse or case.main_grad or not case.count or refused
     if case.mode not in MESH_MODES or case.function in MODULES or special:
         new["mesh"] = ""
     if not can_be_learnt(case):
