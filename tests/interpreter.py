@@ -75,9 +75,9 @@ def check_addresses(monkeypatch) -> None:
 
         def with_check(builder, *arguments, **options):
             pointers, mask = arguments[pointers_at], arguments[mask_at]
-            addresses = pointers.data
-            if not mask.data.all():
-                addresses = addresses[numpy.broadcast_to(mask.data, addresses.shape).astype(bool)]
+            addresses, here = numpy.asarray(pointers.data), numpy.asarray(mask.data)  # Triton 3.6: a tensor map's is bare
+            if not here.all():
+                addresses = addresses[numpy.broadcast_to(here, addresses.shape).astype(bool)]
             if addresses.size:
                 size = pointers.get_element_ty().primitive_bitwidth // 8
                 first, last = int(addresses.min()), int(addresses.max())
