@@ -75,7 +75,8 @@ def check_addresses(monkeypatch) -> None:
 
         def with_check(builder, *arguments, **options):
             pointers, mask = arguments[pointers_at], arguments[mask_at]
-            addresses, here = numpy.asarray(pointers.data), numpy.asarray(mask.data)  # Triton 3.6: a tensor map's is bare
+            # in Triton 3.6 a tensor map's mask is an array itself
+            addresses, here = numpy.asarray(pointers.data), numpy.asarray(mask.data)
             if not here.all():
                 addresses = addresses[numpy.broadcast_to(here, addresses.shape).astype(bool)]
             if addresses.size:
