@@ -75,9 +75,10 @@ def check_addresses(monkeypatch) -> None:
 
         def with_check(builder, *arguments, **options):
             pointers, mask = arguments[pointers_at], arguments[mask_at]
-            addresses = pointers.data
-            if not numpy.all(mask.data):  # tensor maps give a plain array
-                addresses = addresses[numpy.broadcast_to(mask.data, addresses.shape).astype(bool)]
+            # a tensor map's mask is an array itself
+            addresses, here = numpy.asarray(pointers.data), numpy.asarray(mask.data)
+            if not here.all():
+                addresses = addresses[numpy.broadcast_to(here, addresses.shape).astype(bool)]
             if addresses.size:
                 size = pointers.get_element_ty().primitive_bitwidth // 8
                 first, last = int(addresses.min()), int(addresses.max())
