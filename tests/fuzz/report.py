@@ -1,6 +1,9 @@
 """Runs many cases, groups the failures by likely cause, and reduces the first of each group."""
 
+import faulthandler
+import math
 import re
+import sys
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -11,6 +14,7 @@ from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from threading import Timer
 
 import torch
 
@@ -23,6 +27,7 @@ from tests.fuzz.judge import Failure, Verdict, examine
 SHOWN_PER_GROUP = 5
 REDUCED_PER_GROUP = 1
 SECONDS_TO_REDUCE = 5.0  # in seconds of one core
+SECONDS_TO_END = 30.0  # of a case that began in time, before its worker says where it is
 
 Group = tuple[str, ...]
 
@@ -65,7 +70,20 @@ def results(seed: int, indices: range, device: str, until: float) -> Iterator[Re
 def part(seed: int, indices: range, device: str, until: float) -> list[Result]:
     """The share of one worker."""
     prepare(device)
-    return list(results(seed, indices, device, until))
+    found: list[Result] = []
+    watch = Timer(until - time.time() + SECONDS_TO_END, tell_where_it_is, [seed, indices, found])
+    watch.daemon = True
+    if until < math.inf:
+        watch.start()
+    for result in shown_as_they_come(results(seed, indices, device, until), seed):
+        found.append(result)
+    watch.cancel()
+    return found
+
+
+def tell_where_it_is(seed: int, indices: range, found: list[Result]) -> None:
+    print(f"--only {seed}:{indices[len(found)]}  has not ended", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
 
 
 def campaign(seed: int, indices: range, device: str, workers: int, out: str | None, seconds: float) -> int:
@@ -73,7 +91,7 @@ def campaign(seed: int, indices: range, device: str, workers: int, out: str | No
     began = time.perf_counter()
     until = time.time() + seconds
     if workers == 1:
-        found = shown_as_they_come(results(seed, indices, device, until), seed)
+        found = list(shown_as_they_come(results(seed, indices, device, until), seed))
     else:
         shares = [indices[k::workers] for k in range(workers)]
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -98,17 +116,16 @@ def campaign(seed: int, indices: range, device: str, workers: int, out: str | No
     return 1 if groups else 0
 
 
-def shown_as_they_come(found: Iterator[Result], seed: int) -> list[Result]:
+def shown_as_they_come(found: Iterator[Result], seed: int) -> Iterator[Result]:
     """Prints the first failure of every group at once."""
-    kept, seen = [], set()
+    seen = set()
     for result in found:
-        kept.append(result)
         if result.verdict.failures:
             group = group_of(result.case, result.verdict.failures[0])
             if group not in seen:
                 print(f"--only {seed}:{result.index}  {' / '.join(group)}", flush=True)
             seen.add(group)
-    return kept
+        yield result
 
 
 def group_of(case: Case, failure: Failure) -> Group:
