@@ -71,6 +71,8 @@ def with_its_options(case: Case) -> Case:
         new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
     if case.teacher in ("probs", "sparse probs"):
         new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they apply to the teacher's logits
+        if case.weight_layout == "expanded" and case.kind == "nla":
+            new["weight_layout"] = "rows"  # one sparse column for all classes may be 0: "nla" is inf, its gradient nan
     return replace(case, **new)
 
 

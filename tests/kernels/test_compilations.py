@@ -292,6 +292,25 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
     assert traced[2:] == ["linear_cross_entropy_forward"]
 
 
+def test_a_derivative_that_is_not_implemented_is_not_a_failure(gpu, caplog, monkeypatch):
+    from flce_ops.support.vendor import H200, Compiling, compiling
+    from flce_ops.triton.launch import ahead
+
+    def compile_traced(trace):
+        compiling.set(Compiling(H200))
+        trace()
+        return 1, []
+
+    monkeypatch.setattr(ahead, "trace", lambda launch, call: None)
+    gpu.compile = lambda trace: copy_context().run(compile_traced, trace)
+    input, weight = torch.randn(7, 16, requires_grad=True), torch.randn(33, 16)
+    _, lse, _, expected, *_ = torch.ops.flce.linear_cross_entropy_forward(
+        input, weight, torch.randint(33, (7,)), expected_log_prob=True
+    )
+    torch.autograd.grad((lse + expected).sum(), input, create_graph=True)
+    assert "linear_cross_entropy_backward" in gpu.compiled and not caplog.records
+
+
 def test_a_head_of_which_a_kernel_does_not_compile_is_not_marked_as_compiled(gpu, caplog):
     gpu.compile = lambda trace: (0, [("rows_kernel", ValueError("too large"))])
     gpu.step(7)

@@ -1,4 +1,4 @@
-"""What Triton reads of the kernels' sources is what inspect and Triton itself would read."""
+"""What Triton reads of the kernels' sources is what inspect and Triton itself would read, and so are its launchers."""
 
 import json
 
@@ -73,3 +73,38 @@ def test_positions_that_python_was_told_to_leave_out_are_noticed():
 
     assert last_line(Code((1, 1, 0, 2), (2, 4, 4, 5))) == 4
     assert last_line(Code((1, 1, None, None), (2, 2, None, None))) is None
+
+
+LOAD = """
+import importlib.util, os, tempfile
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+import flce_ops.triton
+from triton.runtime.build import compile_module_from_src
+
+MODULE = '''
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
+'''
+
+def imported(path):
+    spec = importlib.util.spec_from_file_location("launcher", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+first = [compile_module_from_src(MODULE % number, "launcher") for number in (1, 2)]
+again = [compile_module_from_src(MODULE % number, "launcher") for number in (1, 2)]
+print([made.launch() for made in first + again])
+print([module.launch() for module in [imported(made.__file__) for made in first]])
+"""
+
+
+def test_a_launcher_that_is_read_again_is_not_that_of_another_signature():
+    """Python alone has one module for both files, which the second line shows. If it does not, launchers.py can go."""
+    done = run_script(LOAD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1, 2, 1, 2]", "[2, 2]"]

@@ -18,8 +18,9 @@ import flce_ops
 from flce_ops.aten import kl_div as aten
 from flce_ops.math.kl_div_arguments import KlDivOperands, KlDivOptions
 from flce_ops.triton.divergence import kl_div as triton_kl_div
+from flce_ops.triton.divergence import kl_div_chunking
 from flce_ops.triton.divergence.fixed_point import from_fixed_point, to_fixed_point
-from flce_ops.triton.divergence.kl_div_chunking import chunk_rows, row_numbers, split_chunk
+from flce_ops.triton.divergence.kl_div_chunking import CUTS, chunk_rows, row_numbers, split_chunk
 from flce_ops.triton.steps.gradients import Gradients
 
 pytestmark = [
@@ -213,6 +214,22 @@ def test_parts_fit_the_memory_of_both_matrices_and_fill_rounds(rows):
         assert all(block.start % 128 == 0 and 2 * block.stop - block.start <= min(room, 2 * rows) for block in blocks)
     blocks = split_chunk(1408, 2048, 900, 501, 128, 132)
     assert [math.ceil((block.stop - block.start) / 128 * 501 / 132) for block in blocks] == [23, 19]
+
+
+@pytest.mark.parametrize("rows", [8191, 65536, 1_000_001])
+def test_cuts_of_many_rows_are_few_and_fit_their_memory(rows, monkeypatch):
+    """The time of the search grows with the number of blocks, not with its square."""
+    looked: list[int] = []
+    monkeypatch.setattr(kl_div_chunking, "max", lambda *numbers: looked.append(1) or max(*numbers), raising=False)
+    split_chunk.cache_clear()
+    for room, most in ((rows + 128, 1 << 20), (rows + 900, 128), (rows + 900, 700), (2 * rows, 4096), (2 * rows, rows)):
+        looked.clear()
+        blocks = split_chunk(rows, room, most, 3, 128, 132)
+        assert len(looked) <= 2 * CUTS**2 + 10 * len(blocks)
+        assert blocks[0].start == 0 and blocks[-1].stop == rows
+        assert all(one.stop == following.start for one, following in zip(blocks, blocks[1:]))
+        sizes = [block.stop - block.start for block in blocks]
+        assert all(size <= most and block.stop + size <= room for size, block in zip(sizes, blocks))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # the acceptance of "nla" underflows

@@ -4,6 +4,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from inputs import make_inputs
 from reference_loss import error
 from test_triton_interpreter import double, operands
@@ -15,7 +17,7 @@ from flce_ops.triton import launch_backward, launch_forward
 from flce_ops.triton.gemm import backends
 from flce_ops.triton.gemm.device import tiles_for
 from flce_ops.triton.steps.backward import gradient_slices
-from flce_ops.triton.steps.quantized_logits import quantized_of
+from flce_ops.triton.steps.quantized_logits import quantize, quantized_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -88,6 +90,23 @@ def test_quantized_logits_are_right_within_half_a_step(dtype, steps, poisoned_me
     dequantize = largest + (q - 65535) / steps
     assert (dequantize - z2).abs().max() <= 0.5 / steps + 1e-5
     assert q.max() == 65535
+
+
+@triton.jit
+def quantize_kernel(z_ptr, largest_ptr, q_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    z, largest = tl.load(z_ptr + i)[:, None], tl.load(largest_ptr + i)
+    tl.store(q_ptr + i[:, None], quantize(z, largest, 2048))
+
+
+def test_a_logit_above_its_maximum_by_a_rounding_is_saved_as_the_maximum():
+    """On a GPU a fused multiply-add does not round the product from which the maximum is subtracted. The interpreter
+    rounds it, so here the difference is given.
+    """
+    above = torch.tensor([0.0, 2.0**-12, 2.0**-11, 1.0, 300.0, -1.0, -40.0, -torch.inf])
+    q = torch.empty(8, dtype=torch.int16)
+    quantize_kernel[(1,)](above, torch.zeros(8), q, N=8)
+    assert (q.int() & 0xFFFF).tolist() == [*[65535] * 5, 65535 - 2048, 0, 0]
 
 
 @pytest.mark.parametrize("retain, again", [(20, []), (128, []), (0, [20])])

@@ -194,3 +194,31 @@ def dense_metrics(x, w, target, bias):
 
 def to_device_of(value, device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("scale", [-4.0, 4.0, -20.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_from_saved_logits_of_thousands(dtype, scale, options):
+    """A GPU subtracts a tile's maximum from a logit before it rounds the logit, so the maximum itself may come out
+    above it, by more than a step of the saved logits.
+    """
+    x, w = torch.randn(300, 64, device="cuda") * 12, torch.randn(1000, 64, device="cuda") * 12
+    target = torch.randint(1000, (300,), device="cuda")
+
+    def gradients(losses_of, dtype):
+        leaves = [leaf.to(dtype).requires_grad_() for leaf in (x.to(half), w.to(half))]
+        return torch.autograd.grad(losses_of(*leaves).sum(), leaves)
+
+    def dense(x, w):
+        return F.cross_entropy(F.linear(x, w).to(torch.promote_types(x.dtype, torch.float32)) * scale, target)
+
+    def ours(x, w):
+        losses = flce_ops.linear_cross_entropy(x, w, target, reduction="none", logit_scale=scale, **options)
+        return losses / target.numel()
+
+    half = dtype
+    for found, plain, exact in zip(gradients(ours, half), gradients(dense, half), gradients(dense, torch.float64)):
+        assert error(found, exact) <= error(plain, exact) + 2e-3
+    assert "saved" in str(flce_ops.last_path())

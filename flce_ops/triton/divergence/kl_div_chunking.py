@@ -35,6 +35,7 @@ ROW_ALIGNMENT = 16  # numbers: rows of logits are padded to a multiple of this, 
 ROWS_OF_BLOCK = 512
 WEIGHT_READ = 1.25  # time to read one tile of linear_weight from HBM, in tiles of 128 rows (H200, 4.2 TB/s)
 LAUNCHES = 1  # the fixed cost of a block, mostly its launches, in waves of tiles
+CUTS = 64  # a chunk is cut at multiples of about a 64th of its rows, so that the search takes at most a few ms
 
 
 class RowChunking(NamedTuple):
@@ -88,20 +89,31 @@ def rows_in(memory: int, row_bytes: int) -> int:
 @functools.lru_cache(maxsize=256)
 def split_chunk(rows: int, room: int, most: int, tiles: int, block_m: int, programs: int) -> list[slice]:
     """Divides a chunk into blocks of at most `most` rows. `tiles` is the number of a GEMM's tiles along V."""
-    ends = [*range(MULTIPLE, rows, MULTIPLE), rows]
-    # for each row reached: waves so far, longest block, blocks
-    cuts: dict[int, tuple[float, int, list[slice]]] = {0: (0.0, 0, [])}
-    for end in ends:
+    apart = -(-rows // (CUTS * MULTIPLE)) * MULTIPLE
+    ends, end = {rows, *range(apart, rows, apart)}, rows
+    while end:  # from the last row back, the largest blocks that fit
+        end = max(-(-(end - min(most, room - end)) // MULTIPLE) * MULTIPLE, 0)
+        ends.add(end)
+    # for each row reached: waves so far, longest block, start of the last block
+    cuts: dict[int, tuple[float, int, int]] = {0: (0.0, 0, 0)}
+    for end in sorted(ends - {0}):
         found = []
-        for start, (before, longest, blocks) in cuts.items():
+        for start in reversed(cuts):
             block = end - start
-            if block <= most and end + block <= room:
-                waves = triton.cdiv(triton.cdiv(block, block_m) * tiles, programs)
-                took = before + max(waves, WEIGHT_READ * tiles / programs) + LAUNCHES
-                found.append((took, max(longest, block), [*blocks, slice(start, end)]))
+            if block > most or end + block > room:
+                break
+            before, longest, _ = cuts[start]
+            waves = -(-(-(-block // block_m) * tiles) // programs)
+            took = before + max(waves, WEIGHT_READ * tiles / programs) + LAUNCHES
+            found.append((took, max(longest, block), start))
         if found:
-            cuts[end] = min(found, key=lambda chunking: chunking[:2])
-    return cuts[rows][2]
+            cuts[end] = min(reversed(found), key=lambda cut: cut[:2])
+    blocks, end = [], rows
+    while end:
+        start = cuts[end][2]
+        blocks.append(slice(start, end))
+        end = start
+    return blocks[::-1]
 
 
 def stored_dtype(input: Tensor, softcap: Tensor | None) -> torch.dtype:

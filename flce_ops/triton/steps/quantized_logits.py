@@ -95,8 +95,12 @@ def largest_places(quantized, rows, tile):
 
 @triton.jit
 def quantize(z, largest, steps):
-    """`largest` (n,) holds the maxima of the rows of z. If a row is all -inf, it may be any finite number."""
-    q = tl.maximum((z - largest[:, None]) * steps + LARGEST_Q, 0.0)
+    """`largest` (n,) holds the maxima of the rows of z. If a row is all -inf, it may be any finite number.
+
+    The compiler may fuse the product that z is with this subtraction. Then z - largest is not 0 at the maximum but the
+    rounding of z, which is more than half a step if |z| is above 4096. Without the minimum, q would be 65536, so 0.
+    """
+    q = tl.minimum(tl.maximum((z - largest[:, None]) * steps + LARGEST_Q, 0.0), LARGEST_Q)
     return (q + ROUND).to(tl.int32, bitcast=True).to(tl.int16)
 
 
