@@ -71,8 +71,10 @@ def with_its_options(case: Case) -> Case:
         new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
     if case.teacher in ("probs", "sparse probs"):
         new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they apply to the teacher's logits
-        if case.weight_layout == "expanded" and case.kind == "nla":
-            new["weight_layout"] = "rows"  # one sparse column for all classes may be 0: "nla" is inf, its gradient nan
+    if case.teacher == "sparse probs" and case.kind == "nla":
+        # documented: the loss is inf and its gradient nan if the acceptance rate is 0, or below 2^-126 on a GPU
+        new["data"] = "zipf" if case.data in ("large", "huge") else case.data
+        new["weight_layout"] = "rows" if case.weight_layout == "expanded" else case.weight_layout
     return replace(case, **new)
 
 
