@@ -149,6 +149,18 @@ def test_tokens_take_few_chunks_more_than_fit(tokens, hidden, vocab, size):
         assert fewest <= len(problem.chunks(0)[1]) <= fewest + chunks.CHUNKS_MORE
 
 
+@pytest.mark.parametrize("tokens", [8191, 100_003, 1_000_003])
+def test_the_host_compares_as_few_divisions_of_many_tokens_as_of_few(tokens, monkeypatch):
+    """The number of tokens may be new in every step."""
+    costs, steps = [], chunks.Problem.steps
+    monkeypatch.setattr(chunks.Problem, "steps", lambda self, *sizes: costs.append(sizes) or steps(self, *sizes))
+    problem = problem_of(tokens, torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta"), [True, True, False])
+    best_chunking.cache_clear()
+    chunking.fewest_steps.cache_clear()
+    assert len(best_chunking(problem).chunks) >= tokens // 5000
+    assert len(costs) <= 110  # 12 overlay chunks and none; up to 3 numbers of chunks after each, of 2 sizes
+
+
 @pytest.mark.usefixtures("quarter")
 def test_rows_far_above_their_reference_are_rescued_in_every_slice():
     """Losses of hundreds of nats, with the largest logit in another slice than the target."""

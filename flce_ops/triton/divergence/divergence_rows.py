@@ -22,6 +22,7 @@ from torch import Tensor
 from ...math.options import LogitOptions
 from ...objectives.divergence import Divergence, Forward, TotalVariation
 from ...objectives.in_triton import LN2, number
+from ...support.integers import cdiv
 from ..gemm.device import interpreted
 from ..gemm.logits_gemm import LOG2E, base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
@@ -276,7 +277,7 @@ class Rows:
         """Writes the (s, T, n) sums of the tiles and returns the (s, n) sums of the rows. Makes G, too, if it needs no
         row sum.
         """
-        tiles = triton.cdiv(sums.shape[1], self.tiles_of_sums)
+        tiles = cdiv(sums.shape[1], self.tiles_of_sums)
         count, _, room = sums.shape
         sums = sums.view(-1)[: count * tiles * room].view(count, tiles, room)
         self.launch(sums, gradient, None, scale)
@@ -287,7 +288,7 @@ class Rows:
     def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
         of_sums = self.kind.scale_of_sums
         self.scale_of_sums = None if of_sums is None else self.row_number.new_empty(self.row_number.shape)
-        finish_divergence_kernel[(triton.cdiv(self.n, BLOCK_ROWS),)](
+        finish_divergence_kernel[(cdiv(self.n, BLOCK_ROWS),)](
             totals,
             self.beta,
             self.shifts[0],
@@ -308,7 +309,7 @@ class Rows:
     def take(self, known: RowResults) -> None:
         """Fills in the shifts, and the number of each row, from what forward returned."""
         shifts, n, tokens = (self.shifts[0], self.shifts[-1]), self.n, known.shift.shape[1]
-        known_rows_kernel[(triton.cdiv(n, BLOCK_ROWS),)](
+        known_rows_kernel[(cdiv(n, BLOCK_ROWS),)](
             known, *shifts, self.row_number, self.valid_tokens, n, tokens, BLOCK_N=BLOCK_ROWS, num_warps=2
         )
 
@@ -330,7 +331,7 @@ class Rows:
         # rows by tiles of a program: 1.577 (one), 1.466 (two), 1.546 (four); their bytes alone take 1.45.
         block_n = 16 if interpreted(logits) else 4
         tiles = self.tiles_of_sums if gradient is None else 1
-        divergence_kernel[(triton.cdiv(student.tile_max.shape[0], tiles), triton.cdiv(self.n, block_n))](
+        divergence_kernel[(cdiv(student.tile_max.shape[0], tiles), cdiv(self.n, block_n))](
             self.distributions,
             self.beta,
             sums,

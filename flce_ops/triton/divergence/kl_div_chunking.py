@@ -15,12 +15,12 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ...math.shards import shard_rows
 from ...objectives.divergence import DIVERGENCES
+from ...support.integers import cdiv
 from ...support.workspace import matrix_bytes
 from ..gemm.device import multiprocessors, tiles_for, weight_tiles_for
 from ..gemm.weight_gradient import sum_bytes
@@ -55,7 +55,7 @@ def chunk_rows(operands: KlDivOperands, options: KlDivOptions, gradients: Gradie
     of_logits = row_numbers(classes) * size
     apart = hidden * size * (gradients.input is None)
     of_both = 1 if teacher_input is None else 2
-    tiles = triton.cdiv(classes, tiles_for(input).block_n)
+    tiles = cdiv(classes, tiles_for(input).block_n)
     of_block = 4 * (DIVERGENCES[options.kind].sums + of_both) * tiles  # float32 row sums and tile maxima
     # with a teacher model, grad_input's float32 products use the memory of the teacher's logits
     reserved = small_bytes() if teacher_input is None else small_bytes() // 8
@@ -124,7 +124,7 @@ def stored_dtype(input: Tensor, softcap: Tensor | None) -> torch.dtype:
 
 
 def row_numbers(classes: int) -> int:
-    return triton.cdiv(classes, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return cdiv(classes, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def fits_in_logits(teacher_input: Tensor, classes: int, size: int) -> bool:

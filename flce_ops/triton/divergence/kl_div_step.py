@@ -17,12 +17,12 @@ in place.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ...objectives.divergence import DIVERGENCES
 from ...support.exchange import all_reduce
+from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.input_gradient import Finish
@@ -128,7 +128,7 @@ class KlDivStep:
             last_rows = self.logits[self.logits.shape[0] - n * row_numbers(self.classes) :]
             matrices.append(matrix(last_rows, n, self.classes))
         matrices_of_tiles = len(models) + DIVERGENCES[options.kind].sums
-        tiles = triton.cdiv(self.classes, self.tile)
+        tiles = cdiv(self.classes, self.tile)
         per_tile = tokens.new_empty(matrices_of_tiles, tiles, room_for_rows(n), dtype=torch.float32)
         softmaxes = [
             Softmax(stored, stored.stride(0), tile_max, per_tile.new_empty(2, n), softcap)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
@@ -196,12 +197,12 @@ class InputGradient:
         self.whole_weight = matrix_of(self.linear_weight)
         self.programs = multiprocessors(self.out)
         self.tiles = input_tiles_for(self.linear_weight, some_classes=self.blocks.number is not None)
-        self.depth = max(triton.cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
+        self.depth = max(cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
         self.numbers = min(self.product.shape[0], 2**31 - 1)
         self.steps = steps_of_range(self.tiles) if self.by_ranges else 0
         self.constants = {"WHOLE": self.whole, "PROGRAMS": self.programs, "STEPS": self.steps}
         if self.by_ranges and self.whole and self.depth > self.steps:
-            assert self.product.shape[0] >= triton.cdiv(self.depth, self.steps) * self.out.numel()
+            assert self.product.shape[0] >= cdiv(self.depth, self.steps) * self.out.numel()
 
     def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
         tiles, classes = self.tiles, self.linear_weight[columns]
@@ -231,8 +232,8 @@ class InputGradient:
         rows, columns = 8, 256
         # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when
         # no token is valid.
-        blocks = min(triton.cdiv(n, rows), triton.cdiv(16 * self.programs, triton.cdiv(hidden, columns)))
-        finish_product_kernel[(blocks, triton.cdiv(hidden, columns))](
+        blocks = min(cdiv(n, rows), cdiv(16 * self.programs, cdiv(hidden, columns)))
+        finish_product_kernel[(blocks, cdiv(hidden, columns))](
             self.product,
             self.whole_weight,
             matrix_of(self.out),

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
+from ...support.integers import cdiv
 from ..divergence.fixed_point import to_fixed_point
 from ..launch.replay import Kernel
 from ..rows.logit_numbers import loaded, numbers_in_kernel
@@ -206,7 +207,7 @@ def launch_logits_gemm(
     of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
     of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
     matrices = kernel_matrices(given, (of_rows, of_classes, of_out, of_rows, of_classes), use_tma)
-    grid_tiles = triton.cdiv(n, tiles.block_m) * triton.cdiv(num_classes, tiles.block_n)
+    grid_tiles = cdiv(n, tiles.block_m) * cdiv(num_classes, tiles.block_n)
     programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices[:3],

@@ -13,10 +13,10 @@ So a program needs only a few reads to look for marks. A kernel that looked at e
 epilogue took 270 us per chunk, half as long as the chunk's products (H200, 16384x2048x128256, chunks of 384 tokens).
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import LIVE, ClassBlocks, number_of_steps
@@ -99,8 +99,8 @@ def launch_overflow_rows(
     tiles: Tiles,
 ) -> None:
     (n, num_classes), hidden = exponentials.shape, rows.shape[1]
-    feature_blocks = triton.cdiv(hidden, tiles.block_n)
-    stride = min(max(multiprocessors(rows) // feature_blocks, 1), triton.cdiv(num_classes, tiles.block_m))
+    feature_blocks = cdiv(hidden, tiles.block_n)
+    stride = min(max(multiprocessors(rows) // feature_blocks, 1), cdiv(num_classes, tiles.block_m))
     tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
     overflow_rows_kernel[(feature_blocks * stride,)](
         *kernel_matrices([exponentials, rows], tile_shapes),

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from .tiles import Tiles
 
 # D hidden, V vocabulary
@@ -47,16 +48,16 @@ def splits_of(
 
 def steps_and_splits(rows: int, hidden: int, depth: int, numbers: int, programs: int, tiles: Tiles) -> tuple[int, int]:
     """Returns the main-loop steps and S that the device chooses for this many tokens."""
-    count = triton.cdiv(rows, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+    count = cdiv(rows, tiles.block_m) * cdiv(hidden, tiles.block_n)
     most = min(max(numbers // (rows * hidden), 1), MOST_SPLITS.value)
     return min(
-        (triton.cdiv(count * splits, programs) * (triton.cdiv(depth, splits) + TILE_OVERHEAD.value), splits)
+        (cdiv(count * splits, programs) * (cdiv(depth, splits) + TILE_OVERHEAD.value), splits)
         for splits in range(1, most + 1)
     )
 
 
 def ranges_of(num_classes: int) -> int:
-    return triton.cdiv(num_classes, RANGE)
+    return cdiv(num_classes, RANGE)
 
 
 def products_of_ranges(num_classes: int) -> int:

@@ -3,10 +3,10 @@
 In memory the tiles' numbers are (T, n'), where n' is n rounded up to a multiple of 16.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, row_distance, valid_rows
 from .logits_gemm import LARGEST_SUM, exceeds
@@ -61,7 +61,7 @@ def launch_sum_tiles(
     guarded_by: Tensor | None = None,  # () int32: nothing is done unless it holds a sum that is too large
 ) -> None:
     tiles, n = partial.shape[-2], row_sum.shape[-1]
-    grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]), 1 if partial.dim() == 2 else partial.shape[0])
+    grid = (cdiv(n, BLOCKS["BLOCK_N"]), 1 if partial.dim() == 2 else partial.shape[0])
     guard = raises if guarded_by is None else guarded_by
     sum_tiles_kernel[grid](partial, row_sum, guard, valid_tokens, n, tiles, GUARDED=guarded_by is not None, **BLOCKS)
 
@@ -125,5 +125,5 @@ def launch_max_and_sum(
     guarded_by: Tensor | None = None,
 ) -> None:
     tiles, n = partial.shape[0], out.shape[-1]
-    grid = (triton.cdiv(n, BLOCKS["BLOCK_N"]),)
+    grid = (cdiv(n, BLOCKS["BLOCK_N"]),)
     max_and_sum_kernel[grid](guarded_by, partial_max, partial, row_sum, out, valid_tokens, n, tiles, **BLOCKS)

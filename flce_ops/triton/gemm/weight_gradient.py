@@ -34,10 +34,10 @@ float32: 87.9 and 87.4 ms).
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
@@ -179,7 +179,7 @@ class WeightGradient:
         self.tiles = main_grad_tiles_for(out) if self.adds else weight_tiles_for(out)
         self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
         if self.chunks > 1:
-            num_classes, feature_blocks = out.shape[0], triton.cdiv(out.shape[1], self.tiles.block_n)
+            num_classes, feature_blocks = out.shape[0], cdiv(out.shape[1], self.tiles.block_n)
             exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
             self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))
 
@@ -229,7 +229,7 @@ class WeightGradient:
         blocks = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n], half, half
         if first and last:
             total = Sum(total.numbers)
-        grid_tiles = triton.cdiv(num_classes, tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
+        grid_tiles = cdiv(num_classes, tiles.block_m) * cdiv(hidden, tiles.block_n)
         programs = multiprocessors(rows)
         weight_gradient_kernel[(min(grid_tiles, programs),)](
             *kernel_matrices([exponentials, rows, *maps], blocks, tiles.tma),
@@ -258,4 +258,4 @@ class WeightGradient:
 
 def sum_bytes(num_classes: int, hidden: int, tiles: Tiles) -> int:
     """Bytes of memory that a sum over several chunks needs beside grad_linear_weight: one byte for each scale."""
-    return triton.cdiv(hidden, tiles.block_n) * num_classes
+    return cdiv(hidden, tiles.block_n) * num_classes

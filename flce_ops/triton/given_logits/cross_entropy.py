@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ... import meta
@@ -15,6 +14,7 @@ from ...math.reduction import Reduction
 from ...meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy
+from ...support.integers import cdiv
 from ...support.path import record_run
 from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
@@ -78,7 +78,7 @@ def blocks_ahead(logits: Tensor, tile: Tile) -> int:
     """Blocks of the next row to prefetch: those for which L2_BLOCKS has room."""
     if tile.programs == 1:
         return 0
-    blocks = triton.cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
+    blocks = cdiv(logits.shape[1] * logits.element_size(), 16 * tile.block_g)
     return min(blocks, max(0, L2_BLOCKS - max(0, blocks - SHORT.held)))
 
 

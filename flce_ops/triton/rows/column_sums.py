@@ -1,10 +1,10 @@
 """sum_i factor_i matrix_ij in float32, in a fixed order: bias gradients, label smoothing, sums over tiles."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..gemm.tma import load_tile, matrix_of
 from ..launch.replay import Kernel
 from .valid_tokens import ValidTokens, valid_rows
@@ -61,15 +61,15 @@ def weighted_column_sum(
     in the same way.
     """
     rows, columns = matrix.shape
-    column_blocks = triton.cdiv(columns, BLOCK_C)
-    splits = max(1, min(rows // ROWS_AT_LEAST, triton.cdiv(PROGRAMS, column_blocks)))
+    column_blocks = cdiv(columns, BLOCK_C)
+    splits = max(1, min(rows // ROWS_AT_LEAST, cdiv(PROGRAMS, column_blocks)))
     partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
     weighted_column_sum_kernel[(column_blocks, splits)](
         matrix_of(matrix),
         partial,
         rows,
         columns,
-        triton.cdiv(rows, splits),
+        cdiv(rows, splits),
         factor,
         valid_tokens,
         GATHERED=gathered,

@@ -17,10 +17,10 @@ thread has four loads of 16 bytes for any D.
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..gemm.device import interpreted
 from ..gemm.tma import Matrix, load_tile, matrix_of, store_tile
 from ..launch.replay import Kernel, repeated
@@ -74,7 +74,7 @@ def launch_copy_rows(
 ) -> None:
     assert rest is None or rest.stride() == out.stride()
     (n, width), block_n, block_c = out.shape, 8, 512
-    copy_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(width, block_c))](
+    copy_rows_kernel[(cdiv(n, block_n), cdiv(width, block_c))](
         matrix_of(matrix),
         matrix_of(out),
         valid_tokens,
@@ -149,6 +149,6 @@ def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor)
     # per program the kernel takes 1.5 times as long. With fewer rows at a time it waits for memory more often: 23 us at
     # 8192x1024 with 1024 rows, 33 us with 256 (H200).
     block_d = 64 if interpreted(matrix) else 32
-    spread_rows_kernel[(triton.cdiv(columns, block_d),)](
+    spread_rows_kernel[(cdiv(columns, block_d),)](
         matrix_of(matrix), place, valid_tokens.total, tokens, columns, BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
     )

@@ -24,6 +24,7 @@ from ...math.reduction import Reduction
 from ...math.shards import lse_of_shards
 from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..steps.exponentials import RowSums
 from .logit_numbers import numbers_in_kernel, scale_of
@@ -277,7 +278,7 @@ def launch_finish_rows(
         whole = WholeRows(lse_of_shards(gathered[:, 0], torch.exp2, torch.log2), gathered[:, 1].sum(0))
         if sums.logit_sum is not None:
             sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
-    finish_rows_kernel[(triton.cdiv(n, rows),)](
+    finish_rows_kernel[(cdiv(n, rows),)](
         tokens,
         sums,
         whole,

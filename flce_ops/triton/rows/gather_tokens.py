@@ -29,10 +29,10 @@ the L2.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
@@ -196,7 +196,7 @@ def launch_gather_targets(
     assert rows.stride(1) == 1
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
-    (n, hidden), block_d = rows.shape, min(1024, triton.next_power_of_2(rows.shape[1]))
+    (n, hidden), block_d = rows.shape, min(1024, next_power_of_2(rows.shape[1]))
     assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
     reference, logit_sum = row_vectors(input, 2, n)
     column = input.new_empty((n, *target.shape[1:]), dtype=torch.int64)

@@ -7,10 +7,10 @@ The factor stays on the device. ATen's in-place multiplication by a 0-d tensor t
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel, repeated
 
 
@@ -47,5 +47,5 @@ def launch_scale_in_place(grads: Sequence[Tensor], factor: Tensor) -> None:
 def scale_step(grads: tuple[Tensor, ...], factor: Tensor) -> None:
     block = 4096
     numbers = tuple(grad.numel() for grad in grads)
-    programs = min(triton.cdiv(max(numbers), block), 1024)
+    programs = min(cdiv(max(numbers), block), 1024)
     scale_in_place_kernel[(programs,)](grads, numbers, factor, BLOCK=block, num_warps=8)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
+from ...support.integers import cdiv
 from ..gemm.epilogues import Gradient
 from ..gemm.logits_gemm import LOG2E
 from ..launch.replay import Kernel
@@ -164,7 +165,7 @@ def launch_gradient_factors(
         None if tokens.grad_expected_log_prob is None else shift_factor,
     )
     entry, largest = lse2.new_empty(column.shape), column.new_empty(n) if soft else None
-    gradient_factors_kernel[(triton.cdiv(n, block_n),)](
+    gradient_factors_kernel[(cdiv(n, block_n),)](
         tokens,
         at_target,
         rows,

@@ -12,11 +12,11 @@ which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/e
 because r is the logit of one of the classes; after a rescue, where r is lse, it is at least 1 / V.
 """
 
-import triton
 import triton.language as tl
 
 from ...math.options import Statistics, TokenStatistics
 from ...objectives.in_triton import LN2
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..steps.exponentials import Asked, RowSums
 from .two_sum import lse_in_nats
@@ -34,7 +34,7 @@ def sums_for(asked: Statistics) -> Asked:
 
 def sum_pairs(asked: Statistics) -> int:
     """How many pairs of numbers, rounded up, the epilogue stores for each row and tile because of these statistics."""
-    return triton.cdiv(sums_for(asked).numbers, 2)
+    return cdiv(sums_for(asked).numbers, 2)
 
 
 @Kernel
@@ -75,6 +75,6 @@ def launch_row_statistics(
     """`statistics` has rows for all tokens, `sums` for those of `valid_tokens`."""
     if any(out is not None for out in statistics):
         n = valid_tokens.order.shape[0]
-        row_statistics_kernel[(triton.cdiv(n, BLOCK_N),)](
+        row_statistics_kernel[(cdiv(n, BLOCK_N),)](
             sums, statistics, valid_tokens, n, num_classes, BLOCK_N=BLOCK_N, num_warps=2
         )

@@ -4,10 +4,10 @@ skipped.
 Equal columns of a row have equal values.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
@@ -41,6 +41,6 @@ def launch_set_entries(matrix: Tensor, column: Tensor, value: Tensor, valid_toke
     """`column` and `value` are (n,) or (n, K). The matrix holds the columns from `start` on."""
     assert matrix.stride(1) == 1
     (rows, columns), places = matrix.shape, 1 if column.dim() == 1 else column.shape[1]
-    set_entries_kernel[(triton.cdiv(rows * places, 128),)](
+    set_entries_kernel[(cdiv(rows * places, 128),)](
         matrix, column, value, valid_tokens, rows, columns, matrix.stride(0), start, TOPK=places, BLOCK=128
     )

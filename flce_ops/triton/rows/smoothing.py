@@ -17,12 +17,12 @@ would take 0.29 ms. Sums over classes and over tokens are float32 in a fixed ord
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions, Operands
 from ...math.reduction import Reduction
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from .column_sums import weighted_column_sum
 from .logit_numbers import numbers_in_kernel, scale_of
@@ -76,7 +76,7 @@ class SmoothingTerms:
             None if bias is None else weighted_column_sum(bias.view(-1, 1), class_weight),
         )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
-        logit_sum_slopes_kernel[(triton.cdiv(tokens, 1024),)](
+        logit_sum_slopes_kernel[(cdiv(tokens, 1024),)](
             valid_tokens,
             reduction,
             self.slopes,

@@ -13,10 +13,10 @@ torch 1.3e-4), and from 2.3e-3 to 1.7e-3 at 60 tokens and "mean" (plain torch 3.
 in the GEMM over all classes would cost 0.3 of 1.4 ms at 128x4096x151936.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..gemm.tma import Outer, load_tile, matrix_of, outer_product, store_tile
 from ..launch.replay import Kernel
 from .valid_tokens import ValidTokens, valid_rows
@@ -71,7 +71,7 @@ def launch_target_rows(
     outer: Outer,
 ) -> None:
     n, hidden = rows.shape
-    target_rows_kernel[(triton.cdiv(n, BLOCK_M), triton.cdiv(hidden, BLOCK_N))](
+    target_rows_kernel[(cdiv(n, BLOCK_M), cdiv(hidden, BLOCK_N))](
         *map(matrix_of, (exponentials, rows, rest)),
         column,
         matrix_of(out),

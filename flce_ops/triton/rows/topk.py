@@ -8,6 +8,8 @@ bits.
 import triton
 import triton.language as tl
 
+from ...support.integers import next_power_of_2
+
 # K targets of a row
 
 
@@ -15,7 +17,7 @@ def topk_at_a_time(topk: int) -> int:
     """The number of targets that are processed at a time. Each of them is compared with as many others: 64 x 64
     comparisons for K = 64.
     """
-    return min(64, triton.next_power_of_2(topk))
+    return min(64, next_power_of_2(topk))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 
 # N tokens, n places of a chunk
@@ -43,7 +44,7 @@ class ValidTokens(NamedTuple):
 
 
 def room_for_rows(n: int) -> int:
-    return triton.cdiv(n, APART.value) * APART.value
+    return cdiv(n, APART.value) * APART.value
 
 
 def row_vectors(like: Tensor, count: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -143,7 +144,7 @@ def launch_class_of_topk(target: Tensor, ignore_index: int, num_classes: int) ->
     tokens, topk = target.shape
     found = target.new_empty(tokens)
     outside = num_classes + (ignore_index == num_classes)
-    class_of_topk_kernel[(triton.cdiv(tokens, 16),)](
+    class_of_topk_kernel[(cdiv(tokens, 16),)](
         target, found, tokens, ignore_index, num_classes, outside, TOPK=topk, BLOCK_N=16, BLOCK_TOPK=64, num_warps=4
     )
     return found

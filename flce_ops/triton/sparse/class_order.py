@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from .gather_sums import Lists, bounds, cut_lists
 
@@ -118,14 +119,14 @@ def launch_class_order(
     source: Any = None,
 ) -> Lists:
     tokens, like = lists.lengths.shape[0], lists.entries
-    blocks = triton.cdiv(tokens, rows)
+    blocks = cdiv(tokens, rows)
     table = like.new_empty(blocks, num_classes, dtype=torch.int32)
     total, behind = (like.new_empty(num_classes, dtype=torch.int32) for _ in range(2))
-    clear_kernel[(triton.cdiv(table.numel(), 8192),)](table, table.numel(), BLOCK=8192, num_warps=8)
+    clear_kernel[(cdiv(table.numel(), 8192),)](table, table.numel(), BLOCK=8192, num_warps=8)
     count_kernel[(tokens, lists.walkers)](
         lists, source, table, num_classes, rows, ENTRIES=entries, BLOCK=LISTED, num_warps=4
     )
-    running_totals_kernel[(triton.cdiv(num_classes, BLOCK_V),)](
+    running_totals_kernel[(cdiv(num_classes, BLOCK_V),)](
         table, total, blocks, num_classes, BLOCK_B=BLOCK_B, BLOCK_V=BLOCK_V, num_warps=4
     )
     classes = cut_lists(Lists(like.new_empty(like.numel(), dtype=torch.int64), total, behind=behind), splits)

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv, next_power_of_2
 from ..gemm.class_blocks import LIVE
 from ..launch.replay import Kernel
 
@@ -210,9 +211,9 @@ def launch_gather_lists(
     is_dense: Tensor | None = None,  # (ceil(L / LIVE),) int32, lists whose results are left unchanged
 ) -> None:
     count, hidden = out.shape
-    block = min(columns, max(COLUMNS_OF_WARP, triton.next_power_of_2(hidden)))
+    block = min(columns, max(COLUMNS_OF_WARP, next_power_of_2(hidden)))
     options = {"BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
-    across, sums = triton.cdiv(hidden, block), None
+    across, sums = cdiv(hidden, block), None
     if splits:
         sums = out.new_empty(splits, hidden, dtype=torch.float32)
         sum_splits_kernel[(splits * across,)](

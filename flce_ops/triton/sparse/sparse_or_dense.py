@@ -24,11 +24,11 @@ place:
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ...support.integers import cdiv
 from ..gemm.class_blocks import LIVE, ClassBlocks
 from ..gemm.tma import Matrix, load_tile
 from ..launch.replay import Kernel
@@ -85,7 +85,7 @@ class SparseRows(NamedTuple):
 
 
 def empty_dense(num_classes: int, like: Tensor) -> DenseClasses:
-    is_dense, index = like.new_empty(2, triton.cdiv(num_classes, LIVE.value) + 1, dtype=torch.int32).unbind()
+    is_dense, index = like.new_empty(2, cdiv(num_classes, LIVE.value) + 1, dtype=torch.int32).unbind()
     return DenseClasses(is_dense[:-1], index, like.new_empty((), dtype=torch.int32))
 
 

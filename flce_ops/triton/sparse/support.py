@@ -30,6 +30,7 @@ from ...math.options import changed
 from ...meta.all_classes import gradients_of_all_classes, with_all_classes
 from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
+from ...support.integers import cdiv, next_power_of_2
 from ...support.path import record_run
 from ...support.target_range import assert_in_range, in_range
 from ..gemm.logits_gemm import base2_logits
@@ -179,7 +180,7 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
             input.stride(),
             matrix_of(linear_weight),
             ENTRIES=ENTRIES,
-            BLOCK_D=min(1024, triton.next_power_of_2(hidden)),
+            BLOCK_D=min(1024, next_power_of_2(hidden)),
             num_warps=4,
         )
         wanted = tuple(result if result.numel() else None for result in of_rows)
@@ -286,7 +287,7 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
             launch_gather_lists(lists, linear_weight, results[0], add=add, columns=TOKEN_COLUMNS)
             del entries, lists
         if want_weight or want_bias:
-            rows = triton.cdiv(tokens, max(min(TABLE_BYTES // (4 * num_classes), tokens), 1))
+            rows = cdiv(tokens, max(min(TABLE_BYTES // (4 * num_classes), tokens), 1))
             lists = launch_class_order(
                 of_tokens, num_classes, rows=rows, splits=SPLITS, entries=gradients_of_entries, source=problem
             )

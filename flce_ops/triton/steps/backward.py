@@ -18,7 +18,6 @@ Such a backward does not read lse, and forward saves no logits for it.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from ... import meta
@@ -26,6 +25,7 @@ from ...math.options import Cotangents, LogitOptions, Operands
 from ...meta.arguments import Backward, BackwardInPlace
 from ...meta.call import takes
 from ...objectives.given_slopes import GivenSlopes
+from ...support.integers import cdiv
 from ...support.workspace import get_workspace, matrix_bytes
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for, weight_tiles_for
@@ -189,7 +189,7 @@ def launch_logit_gradient(
         # in the memory of G, if it has 16 bits: a program reads a tile before it writes one
         numbers = out.view(torch.int16) if out.itemsize == 2 else torch.empty_like(out, dtype=torch.int16)
         tile = tiles_for(rows).block_n
-        largest = torch.empty(out.shape[0], triton.cdiv(out.shape[1], tile), device=out.device)
+        largest = torch.empty(out.shape[0], cdiv(out.shape[1], tile), device=out.device)
         made = quantized(numbers, largest, out.dtype)
         epilogue = rounded_logits(rounded, made, others, cols)
         backend_for(rows).logits(*operands_of_gemm, epilogue, logit_options, valid_tokens, out=numbers)

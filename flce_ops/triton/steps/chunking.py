@@ -9,9 +9,9 @@ recomputing step    if n would be below RECOMPUTE_BELOW: four GEMM passes, any w
 import functools
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ...support.table import Condition, Path, choose
 from ...support.workspace import get_workspace
 from ..gemm.device import input_tiles_for, multiprocessors, weight_tiles_for
@@ -41,7 +41,7 @@ class Chunking:
         count = len(self.chunks)
         if self.recompute:
             (rows,) = self.chunks
-            count = triton.cdiv(rows.stop - rows.start, MULTIPLE)
+            count = cdiv(rows.stop - rows.start, MULTIPLE)
         return count + (self.overlay is not None)
 
     @property

@@ -2,12 +2,12 @@
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 
 from ...math.options import Operands
 from ...math.reduction import Reduction
 from ...meta.call import Arguments
+from ...support.integers import cdiv
 from ...support.path import record_run
 from ...support.workspace import get_workspace, matrix_bytes
 from ..gemm.device import tiles_for
@@ -59,11 +59,13 @@ def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
     """Divides range(total) into the fewest slices of at most `at_most`. The slices have similar sizes, because small
     ones make inefficient GEMMs.
     """
-    if not total:
-        return []
-    count = triton.cdiv(total, at_most)
-    size = min(at_most, triton.cdiv(triton.cdiv(total, count), multiple) * multiple)
+    size = slice_size(total, at_most, multiple)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def slice_size(total: int, at_most: int, multiple: int = MULTIPLE) -> int:
+    count = max(cdiv(total, at_most), 1)
+    return min(at_most, max(cdiv(cdiv(total, count), multiple), 1) * multiple)
 
 
 class Problem(NamedTuple):
@@ -113,11 +115,11 @@ class Problem(NamedTuple):
         return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), SPLITS_OF_FEW * min(rows, MULTIPLE)))
 
     def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
-        depth = triton.cdiv(self.vocab, self.tiles.block_k)
+        depth = cdiv(self.vocab, self.tiles.block_k)
         if self.batch_invariant:
             ranges, tiles = ranges_of(self.vocab), self.tiles
-            items = triton.cdiv(rows, tiles.block_m) * triton.cdiv(self.hidden, tiles.block_n) * ranges
-            return triton.cdiv(items, self.programs) * (triton.cdiv(depth, ranges) + TILE_OVERHEAD.value), ranges
+            items = cdiv(rows, tiles.block_m) * cdiv(self.hidden, tiles.block_n) * ranges
+            return cdiv(items, self.programs) * (cdiv(depth, ranges) + TILE_OVERHEAD.value), ranges
         return steps_and_splits(rows, self.hidden, depth, numbers, self.programs, self.tiles)
 
     def steps(self, rows: int, numbers: int) -> float:
@@ -136,17 +138,17 @@ class Problem(NamedTuple):
         tokens, fitting = self.tokens - start, self.fitting()
         if not tokens:
             return 0.0, []
-        fewest = triton.cdiv(tokens, fitting)
-        counts = range(fewest, fewest + CHUNKS_MORE + 1)
-        cuts = [slices(tokens, triton.cdiv(tokens, count * MULTIPLE) * MULTIPLE) for count in counts]
-        # smaller chunks would recompute, with a fourth GEMM pass
-        cuts[1:] = [chunking for chunking in cuts[1:] if chunking[0].stop >= self.recompute_below]
-        steps = [
-            sum(self.steps(c.stop - c.start, self.product_bytes(chunking[0].stop) // 4) for c in chunking)
-            for chunking in cuts
-        ]
-        best = min(range(len(cuts)), key=steps.__getitem__)
-        return steps[best], [slice(start + c.start, start + c.stop) for c in cuts[best]]
+        found: list[tuple[float, int]] = []
+        fewest = cdiv(tokens, fitting)
+        for count in range(fewest, fewest + CHUNKS_MORE + 1):
+            size = slice_size(tokens, cdiv(tokens, count * MULTIPLE) * MULTIPLE)
+            if found and min(size, tokens) < self.recompute_below:
+                continue  # smaller chunks would recompute, with a fourth GEMM pass
+            numbers, whole = self.product_bytes(min(size, tokens)) // 4, cdiv(tokens, size) - 1
+            steps = self.steps(tokens - whole * size, numbers)
+            found.append((steps + (whole * self.steps(size, numbers) if whole else 0.0), size))
+        steps, size = min(found, key=lambda cut: cut[0])
+        return steps, [slice(at, min(at + size, self.tokens)) for at in range(start, self.tokens, size)]
 
 
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:
@@ -162,7 +164,7 @@ def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *no
 def padded(columns: int, itemsize: int) -> int:
     """Columns of a row, padded to a multiple of 16 bytes, as TMA requires."""
     multiple = 16 // itemsize
-    return triton.cdiv(columns, multiple) * multiple
+    return cdiv(columns, multiple) * multiple
 
 
 def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -14,10 +14,10 @@ synchronisation, and CUDA graphs work.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...math.shards import Exchange, shard_rows
+from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
@@ -84,7 +84,7 @@ def launch_exponentials(
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     classes = linear_weight.shape[0]
-    tiles = triton.cdiv(classes if exchange is None else shard_rows(call.num_classes, exchange.ranks), block_v)
+    tiles = cdiv(classes if exchange is None else shard_rows(call.num_classes, exchange.ranks), block_v)
     if scratch is None or scratch.shape[0] < 2 * tiles * room:
         scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
     partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
@@ -104,7 +104,7 @@ def launch_exponentials(
 
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
         for cols, out in class_slices or [(slice(0, linear_weight.shape[0]), None)]:
-            of_tiles = slice(cols.start // block_v, triton.cdiv(cols.stop, block_v))
+            of_tiles = slice(cols.start // block_v, cdiv(cols.stop, block_v))
             backend.logits(
                 input,
                 linear_weight[cols],
@@ -120,7 +120,7 @@ def launch_exponentials(
                 sums.argmax[of_tiles] += cols.start
 
     def of_all_ranks(per_tile: Tensor) -> Tensor:
-        return per_tile if exchange is None else exchange.tiles(per_tile, triton.cdiv(call.num_classes, block_v))
+        return per_tile if exchange is None else exchange.tiles(per_tile, cdiv(call.num_classes, block_v))
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     exponentiate(sums)

@@ -1,7 +1,6 @@
 """The CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from ...math.shards import Exchange, check_shards, shard_rows
 from ...meta.arguments import Forward
 from ...meta.call import takes
 from ...objectives.in_triton import LN2, number
+from ...support.integers import cdiv
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.device import tiles_for
@@ -129,7 +129,7 @@ def run_forward(
     """
     input, linear_weight, target, _, weight = call.operands
     classes = linear_weight.shape[0] if exchange is None else shard_rows(call.num_classes, exchange.ranks)
-    tiles = triton.cdiv(classes, tiles_for(input).block_n)  # as many on every rank, as chunks depend on them
+    tiles = cdiv(classes, tiles_for(input).block_n)  # as many on every rank, as chunks depend on them
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
     row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
@@ -163,7 +163,7 @@ def run_forward(
             class_weight=class_weight,
             exchange=exchange,
         )
-        finish_forward_kernel[(triton.cdiv(n, 64),)](
+        finish_forward_kernel[(cdiv(n, 64),)](
             at_target.logit,
             at_target.column,
             sums,

@@ -17,9 +17,9 @@ sums per tile, then for the float32 product with linear_weight.
 from bisect import bisect
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ...support.workspace import matrix_bytes
 from ..gemm.split_k import float32_memory
 from .chunks import TOKEN_BYTES, Problem, padded, small_bytes
@@ -48,11 +48,11 @@ def overlay_chunk(problem: Problem, rows: int) -> Overlay | None:
     if vocab < 2 * BLOCK_V:
         return None
     rows_apart = not problem.want_input or tokens < 2 * rows
-    tiles = triton.cdiv(vocab, BLOCK_V)
+    tiles = cdiv(vocab, BLOCK_V)
     left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - SUM_BYTES * tiles * rows * problem.sum_pairs
     left -= rows * hidden * itemsize * rows_apart + problem.sum_bytes() * (rows < tokens)
     # at least two slices, so that the last one's memory is free
-    first = min(left // (rows * itemsize * BLOCK_V), triton.cdiv(tiles, 2))
+    first = min(left // (rows * itemsize * BLOCK_V), cdiv(tiles, 2))
     count = len(slice_tiles(tiles, first, rows, hidden))
     if not count:
         return None

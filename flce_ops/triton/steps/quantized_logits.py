@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...support.integers import cdiv
 from ..launch.replay import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 
@@ -51,7 +52,7 @@ def quantized(numbers: Tensor, largest: Tensor, dtype: torch.dtype) -> Quantized
 
 def quantized_of(retained: Tensor, num_classes: int, dtype: torch.dtype) -> QuantizedLogits:
     """A view of memory that flce_ops/meta allocates: (n, columns) int16, numbers and then maxima."""
-    largest = retained.view(torch.float32)[:, triton.cdiv(num_classes, 8) * 4 :]
+    largest = retained.view(torch.float32)[:, cdiv(num_classes, 8) * 4 :]
     return quantized(retained[:, :num_classes], largest, dtype)
 
 
@@ -80,8 +81,8 @@ def clear_unused(retained: Tensor, num_classes: int, tile: int, valid_tokens: Va
     """
     if not retained.shape[0]:
         return
-    first_maximum = 8 * triton.cdiv(num_classes, 8)
-    behind_maxima = first_maximum + 2 * triton.cdiv(num_classes, tile)
+    first_maximum = 8 * cdiv(num_classes, 8)
+    behind_maxima = first_maximum + 2 * cdiv(num_classes, tile)
     rows, columns = retained.shape
     clear_unused_kernel[(rows,)](
         retained, valid_tokens, rows, num_classes, first_maximum, behind_maxima, columns, BLOCK=1024, num_warps=4
