@@ -6,8 +6,9 @@
     rounded    logits in the operands' dtype, then a float32 log_softmax
 
 `error` and `mean_error` are the largest and the mean distance from float64 of the same operands, in nats, `apart` the
-largest distance from `ours`, and `outside` the share of ratios of probabilities to ours outside of 0.9 to 1.1. Rows go
-to results/GPU/float32_head.csv.
+largest distance from `ours`, and `outside` the share of ratios of probabilities to ours outside of 0.9 to 1.1. `lost`
+is the part of a logit that its sum of products lost: the mean of 1 - z / z of float64, over logits above half of the
+largest. Tensor cores truncate, so there it is not 0. Rows go to results/GPU/float32_head.csv.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class HeadRow(Environment):
     mean_error: float | None = None
     apart: float | None = None
     outside: float | None = None
+    lost: float | None = None
     reason: str = ""
 
 
@@ -63,6 +65,11 @@ def heads(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[Tenso
             found["mixed"] = lambda x, w: torch.mm(x, w.T, out_dtype=torch.float32)
         found["rounded"] = lambda x, w: (x @ w.T).float()
     return found
+
+
+def lost(logits: Tensor, exact: Tensor) -> float:
+    large = exact.abs() > 0.5 * exact.abs().amax()
+    return (1.0 - logits[large].double() / exact[large]).mean().item()
 
 
 def parts(problem: Problem) -> Iterator[slice]:
@@ -83,11 +90,16 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, options: arg
         results = [of_logits(logits_of(x[part], w), target[part]) for part in parts(problem)]
         return {name: torch.cat(of_all) for name, of_all in zip(("log_probs", "entropy"), zip(*results), strict=True)}
 
+    some = next(parts(problem))
+    exact_logits = x[some].double() @ w.double().T
+    share: dict[str, float] = {}
     for name, logits_of in heads(dtype, device).items():
         try:
             found[name] = all_of(logits_of)
+            share[name] = lost(logits_of(x[some], w), exact_logits)
         except (RuntimeError, TypeError) as error:
             reasons[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    del exact_logits
     exact = all_of(lambda x, w: x.double() @ w.double().T)
     here = environment(device, options.commit)
     machine = (here.gpu, here.torch, here.triton, here.commit, *shape, str(dtype).removeprefix("torch."))
@@ -95,7 +107,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, options: arg
     for name, results in found.items():
         for number, values in results.items():
             off, apart = (values.double() - exact[number]).abs(), (values - found["ours"][number]).double()
-            row = HeadRow(*machine, name, number, off.max().item(), off.mean().item())
+            row = HeadRow(*machine, name, number, off.max().item(), off.mean().item(), lost=share.get(name))
             if name != "ours":
                 row.apart = apart.abs().max().item()
                 if number == "log_probs":
@@ -105,7 +117,13 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, options: arg
 
 
 def table(rows: Sequence[HeadRow]) -> str:
-    columns = [("error", 10, ".1e"), ("mean_error", 12, ".1e"), ("apart", 9, ".1e"), ("outside", 9, ".2%")]
+    columns = [
+        ("error", 10, ".1e"),
+        ("mean_error", 12, ".1e"),
+        ("apart", 9, ".1e"),
+        ("outside", 9, ".2%"),
+        ("lost", 9, ".1e"),
+    ]
     return table_of(rows, columns, heading="head", width=22, name_of=lambda row: f"{row.head} {row.number}")
 
 
