@@ -59,13 +59,14 @@ def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
     """Divides range(total) into the fewest slices of at most `at_most`. The slices have similar sizes, because small
     ones make inefficient GEMMs.
     """
+    if not total:
+        return []
     size = slice_size(total, at_most, multiple)
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def slice_size(total: int, at_most: int, multiple: int = MULTIPLE) -> int:
-    count = max(cdiv(total, at_most), 1)
-    return min(at_most, max(cdiv(cdiv(total, count), multiple), 1) * multiple)
+    return min(at_most, cdiv(cdiv(total, cdiv(total, at_most)), multiple) * multiple)
 
 
 class Problem(NamedTuple):
