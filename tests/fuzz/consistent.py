@@ -93,8 +93,10 @@ def newer_options(case: Case) -> dict:
         new["shift"] = False
     if topk and case.function == "metrics":
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
-    if topk or case.label_smoothing:
-        new["V"] = max(case.V, 2)  # with one class the gradient is 0 up to rounding
+    if topk or case.label_smoothing or case.z_loss:
+        new["V"] = max(
+            case.V, 2
+        )  # with one class the gradient is 0 up to rounding, or that of z_loss beside a rounding
     if case.function == "low_rank":
         new["poison"] = ""  # the pair's features would have to be poisoned too
     special = case.function == "cross_entropy" and not topk
