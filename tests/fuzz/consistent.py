@@ -94,9 +94,7 @@ def newer_options(case: Case) -> dict:
     if topk and case.function == "metrics":
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
     if topk or case.label_smoothing or case.z_loss:
-        new["V"] = max(
-            case.V, 2
-        )  # with one class the gradient is 0 up to rounding, or that of z_loss beside a rounding
+        new["V"] = max(case.V, 2)  # with one class the gradient is 0 up to rounding, or z_loss's beside it
     if case.function == "low_rank":
         new["poison"] = ""  # the pair's features would have to be poisoned too
     special = case.function == "cross_entropy" and not topk
