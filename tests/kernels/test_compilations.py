@@ -83,6 +83,49 @@ def test_no_number_of_tokens_compiles_a_kernel_that_was_not_compiled_ahead(funct
     assert kernels <= ahead <= 2.1 * kernels  # few variants: the first chunk, the last one, and those of a rescue
 
 
+GRIDS = """
+import json, os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+import torch
+from triton.runtime.jit import JITFunction
+
+grids, run = [], JITFunction.run
+
+def look(self, *args, grid, **options):
+    grids.append((self.__name__, list(grid)))
+    return run(self, *args, grid=grid, **options)
+
+JITFunction.run = look
+JITFunction._do_compile = lambda self, key, signature, device, *rest, **options: None
+import flce_ops
+from flce_ops.triton.launch import ahead
+
+function, options = json.loads(sys.argv[1])
+ahead.TOKENS, ahead.ENOUGH_LAUNCHES = (2**21 + 5,), 1 << 30
+flce_ops.warmup(64, 150, function=getattr(flce_ops, function), arch=90, **options)
+print(json.dumps([len(grids), [found for found in grids if max(found[1][1:], default=0) > 65535]]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="arch is that of the GPU")
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("linear_cross_entropy", {}),
+        ("linear_cross_entropy", {"reduction": "none", "bias": True, "label_smoothing": 0.1}),
+        ("linear_log_probs", {"entropy": True}),
+        ("linear_kl_div", {"kind": "reverse"}),
+        ("cross_entropy", {}),
+    ],
+)
+def test_only_the_first_dimension_of_a_grid_grows_with_the_tokens(function, options):
+    """CUDA has room for 65,535 programs in the others."""
+    done = run_script(GRIDS, json.dumps([function, options]))
+    assert done.returncode == 0, done.stderr
+    launches, too_large = json.loads(done.stdout)
+    assert launches and not too_large
+
+
 COMPILE = """
 import logging, os, pathlib, sys, tempfile
 os.environ.pop("TRITON_INTERPRET", None)

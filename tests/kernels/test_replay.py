@@ -48,6 +48,13 @@ def test_from_the_second_call_on_what_was_captured_is_launched_at_the_calls_addr
     assert replay.repeated(step, x, (y, y.new_zeros(6))) == "result"
 
 
+def test_a_word_that_is_no_address_is_not_looked_for():
+    """Launches have many such words, and a step of many chunks many temporaries."""
+    recording = replay.Recording([torch.zeros(4)], SimpleNamespace(count=lambda: 0), None)
+    recording.temporaries = SimpleNamespace(__reversed__=None)  # would raise
+    assert recording.cell_at(0, 0) is None and recording.cell_at(0, 2**63) is None
+
+
 def test_calls_with_more_results_of_their_own_are_another_kind(driver):
     """Compares an operator that returns its results with a similar one that writes the last result to an argument."""
 

@@ -289,3 +289,36 @@ def test_two_runs_agree_bit_for_bit(device, reduction, dtype):
         first, second = (run(flce_ops.linear_kl_div, pair, kind="jsd", reduction=reduction) for _ in range(2))
     for name in leaves(pair):
         assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("probs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ignored_tokens_of_a_vocabulary_that_is_a_multiple_of_16(kind, dtype, probs):
+    """The gradient of linear_weight reads whole tiles of tokens, those after the valid ones included."""
+    pair = make_pair((256, 64, 48, 1008), device="cuda", dtype=dtype, probs=probs, ignored=0.3)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind)
+    exact = run_reference(pair, kind=kind)
+    for name, result in found.items():
+        assert result.isfinite().all(), name
+        assert kind in KINKED or error(result, exact[name]) <= 0.02, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_of_a_teacher_shows_in_the_gradient(kind):
+    """On a GPU a maximum of nan and a number is the number."""
+    pair = make_pair((64, 64, 48, 1000), device="cuda", dtype=torch.bfloat16)
+    row = int((pair["target"] >= 0).nonzero()[0])
+    pair["teacher_input"][row] = torch.nan
+    found = run(flce_ops.linear_kl_div, pair, kind=kind)
+    assert found["loss"].isnan() and found["input"][row].isnan().any() and found["linear_weight"].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["forward", "tv"])
+def test_more_rows_than_a_dimension_of_a_grid_has_programs(kind):
+    pair = make_pair((600_003, 16, 16, 48), device="cuda", dtype=torch.bfloat16, probs=True)
+    found = run(flce_ops.linear_kl_div, pair, kind=kind)
+    assert all(result.isfinite().all() for result in found.values())

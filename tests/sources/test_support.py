@@ -131,9 +131,12 @@ def test_bits_depend_on_the_token_alone(device, dtype):
             assert torch.equal(alone, among[tokens])
 
 
-def test_one_class_has_probability_one():
-    inputs, _ = draw(SHAPE, 2, dtype=torch.float32, bias=True)
-    found = flce_ops.linear_log_probs(*inputs.args, support=inputs.target.clamp(min=-1)[:, None], entropy=True)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_class_has_probability_one(device, dtype, temperature):
+    inputs, _ = draw(SHAPE, 2, dtype=dtype, bias=True, device=device)
+    support = inputs.target.clamp(min=-1)[:, None]
+    found = flce_ops.linear_log_probs(*inputs.args, support=support, entropy=True, temperature=temperature)
     assert torch.equal(found.log_probs, torch.zeros_like(found.log_probs)) and not found.entropy.any()
 
 

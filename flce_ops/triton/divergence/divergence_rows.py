@@ -80,11 +80,13 @@ def log_probabilities(
     The log-probabilities are -inf after column V. Loads still run to the end of the padded row: rows are a multiple of
     16 numbers apart, so loads of 16 bytes work for any V.
     """
-    FILLED: tl.constexpr = EVEN and softmax.softcap is None and softmax.logits.dtype.element_ty != tl.int16
-    others: tl.constexpr = float("-inf") if FILLED else 0.0
+    FILLED: tl.constexpr = EVEN and softmax.softcap is None
+    FIXED_POINT: tl.constexpr = softmax.logits.dtype.element_ty == tl.int16
+    # -inf, as the logits are stored: -1024 has its bits in float16
+    others: tl.constexpr = (-1024 if FIXED_POINT else float("-inf")) if FILLED else 0
     places = softmax.logits + rows.to(tl.int64)[:, None] * softmax.stride + cols[None, :]
     logits = tl.load(places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others)
-    if softmax.logits.dtype.element_ty == tl.int16:
+    if FIXED_POINT:
         logits = from_fixed_point(logits)
     logits = logits.to(tl.float32)
     high, low = shift
@@ -122,8 +124,10 @@ def divergence_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    first_tile = tl.program_id(0) * TILES
-    row_start = tl.program_id(1) * BLOCK_N
+    programs = tl.cdiv(tl.cdiv(V, BLOCK_V), TILES)  # of a row
+    program = tl.program_id(0) % programs
+    first_tile = program * TILES
+    row_start = tl.program_id(0) // programs * BLOCK_N
     count = valid_rows(valid_tokens, n)
     if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         rows = row_start + tl.arange(0, BLOCK_N)
@@ -167,12 +171,12 @@ def divergence_kernel(
                 gradient = GRADIENT(log2_q, log2_p, row_number, factor[:, None], beta)
                 if student.softcap is not None:
                     gradient *= dz_du
-                if not EVEN or student.softcap is not None:  # else G is 0 there, as q and the factor are
+                if not EVEN or student.softcap is not None:  # else q is 0 there, and so is G
                     gradient = tl.where(row_mask[:, None] & (cols < V)[None, :], gradient, 0.0)
                 store_tile(Matrix(gradient_ptr, student.stride), gradient, rows, cols, rows < n, cols < student.stride)
         if sums_ptr is not None:
-            partial = tl.program_id(0).to(tl.int64) * row_distance(n) + rows
-            next_sum = tl.num_programs(0).to(tl.int64) * row_distance(n)
+            partial = program.to(tl.int64) * row_distance(n) + rows
+            next_sum = programs.to(tl.int64) * row_distance(n)
             for k in tl.static_range(SUMS):
                 tl.store(sums_ptr + k * next_sum + partial, tl.sum(totals[k], 1), mask=row_mask)
 
@@ -331,7 +335,7 @@ class Rows:
         # rows by tiles of a program: 1.577 (one), 1.466 (two), 1.546 (four); their bytes alone take 1.45.
         block_n = 16 if interpreted(logits) else 4
         tiles = self.tiles_of_sums if gradient is None else 1
-        divergence_kernel[(cdiv(student.tile_max.shape[0], tiles), cdiv(self.n, block_n))](
+        divergence_kernel[(cdiv(cdiv(logits.shape[1], self.tile), tiles) * cdiv(self.n, block_n),)](
             self.distributions,
             self.beta,
             sums,

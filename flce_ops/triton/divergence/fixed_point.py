@@ -19,6 +19,8 @@ STEPS = tl.constexpr(2048.0)
 
 @triton.jit
 def to_fixed_point(u):
+    # z - max is rounded once on a GPU, in one operation with the product that z is, so it may be a little above 0
+    u = tl.minimum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
     code = 0.5 - STEPS * (u + 1.0)
     fixed = (code >= 0.5) & (code < 32768.0)
     half = u.to(tl.float16).to(tl.int16, bitcast=True) | -32768  # the sign bit marks float16, for u = 0 too

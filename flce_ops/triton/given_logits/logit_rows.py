@@ -236,8 +236,8 @@ def whole_row(
     LOGIT_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
 ):
-    """Returns the row's m, s, log2 s, sum_j w_j (z_j - lse), and argmax. The argmax is the first of equal maxima, and V
-    - 1 if the maximum is nan.
+    """Returns the row's m, s, log2 s, sum_j w_j (z_j - lse), and argmax. The argmax is the first of equal maxima, and
+    some class if a logit is nan.
     """
     z, _ = logits_of(u, scores)
     z = tl.where(there, z, float("-inf"))

@@ -122,6 +122,8 @@ class Recording(UncompiledDispatchMode):
         self.capture = capture
         self.allocating = allocating  # a context: allocations come from the caller's stream, as usual
         self.temporaries: list[Temporary] = []
+        self.lowest = min((start for start, *_ in self.given), default=0)  # of all addresses
+        self.highest = max(ends, default=0)
         self.cells: dict[tuple[int | Temporary, int], Cell] = {}  # keyed by (what holds the address, offset in it)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -133,11 +135,15 @@ class Recording(UncompiledDispatchMode):
             result = func(*args, **(kwargs or {}))
         storage = result.untyped_storage()
         if storage.nbytes():
-            self.temporaries.append(Temporary(storage.nbytes(), storage.data_ptr(), self.capture.count()))
+            address = storage.data_ptr()
+            self.temporaries.append(Temporary(storage.nbytes(), address, self.capture.count()))
+            self.lowest, self.highest = min(self.lowest, address), max(self.highest, address + storage.nbytes())
         return result
 
     def cell_at(self, now: int, address: int) -> Cell | None:
         """The cell of an address in launch `now`; None if the address is not in the step's memory."""
+        if not self.lowest <= address < self.highest:  # most words of a launch's arguments are no address
+            return None
         for start, stop, index in self.given:
             if start <= address < stop:
                 return self.cells.setdefault((index, address - start), Cell())

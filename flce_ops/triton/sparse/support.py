@@ -84,10 +84,13 @@ def support_products_kernel(
 @triton.jit
 def logits_in_nats(product, logit_numbers, numbers):
     """z, and dz/du; `numbers` are the token's."""
-    z, slope = base2_logits(product, None, logit_numbers, numbers, 1.0)
-    if logit_numbers.softcap is None:
-        slope = tl.full(product.shape, 1.0, tl.float32)
-    return z, slope * numbers.logit_scale
+    if logit_numbers.softcap is not None:
+        z, slope = base2_logits(product, None, logit_numbers, numbers, 1.0)
+        return z, slope * numbers.logit_scale
+    else:
+        # fma(..., 0) rounds the product. With a plain one, z - max would be an FMA, and not 0 for the largest logit.
+        scale = tl.full(product.shape, 1.0, tl.float32) * numbers.logit_scale
+        return tl.fma(product, scale, tl.zeros_like(product)), scale
 
 
 @Kernel
