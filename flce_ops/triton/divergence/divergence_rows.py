@@ -77,13 +77,12 @@ def log_probabilities(
 ):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
-    The log-probabilities are -inf after column V. Loads still run to the end of the padded row: rows are a multiple of
+    The log-probabilities are -inf after column V and in rows after the valid ones. Loads still run to the end of the padded row: rows are a multiple of
     16 numbers apart, so loads of 16 bytes work for any V.
     """
-    FILLED: tl.constexpr = EVEN and softmax.softcap is None
     FIXED_POINT: tl.constexpr = softmax.logits.dtype.element_ty == tl.int16
-    # -inf, as the logits are stored: -1024 has its bits in float16
-    others: tl.constexpr = (-1024 if FIXED_POINT else float("-inf")) if FILLED else 0
+    FILLED: tl.constexpr = EVEN and softmax.softcap is None and not FIXED_POINT
+    others: tl.constexpr = float("-inf") if FILLED else 0.0
     places = softmax.logits + rows.to(tl.int64)[:, None] * softmax.stride + cols[None, :]
     logits = tl.load(places, mask=row_mask[:, None] & (cols < softmax.stride)[None, :], other=others)
     if FIXED_POINT:
@@ -98,7 +97,7 @@ def log_probabilities(
         high += tl.load(softmax.tile_max + tile.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
     logits = (logits + high[:, None]) - low[:, None]
     if not FILLED:
-        logits = tl.where((cols < V)[None, :], logits, float("-inf"))
+        logits = tl.where(row_mask[:, None] & (cols < V)[None, :], logits, float("-inf"))
     return logits, dz_du
 
 
