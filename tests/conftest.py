@@ -80,19 +80,20 @@ def fresh_seed():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--quick", action="store_true", help="make test: no exhaustive test, and a third of the cases of many"
+        "--quick", action="store_true", help="make test: no exhaustive test, and a part of the cases of many"
     )
 
 
-SAMPLED = ("kernels", "layouts")  # whose cases take seconds each: in the interpreter, in several processes
-MANY = 8  # elsewhere a test with more cases than this has a third of them
+# Of so many cases of a test about one runs: of the folders whose cases take seconds each, in the interpreter or in
+# several processes, and elsewhere of a test that has more cases than MANY.
+SAMPLED, SHARE, MANY = {"kernels": 12, "layouts": 12}, 6, 2
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test of SAMPLED or of more cases than MANY: the first case and every third by its name.
+    """Of each test of SAMPLED or of more cases than MANY: the first case, and one in 12 or in 6 by its name.
 
     Neighbours differ in one argument.
-    By a name, not by a number, which would meet the same value of an argument of three.
+    By a name, not by a number, which would meet the same value of an argument of three. CI runs every case.
     """
     if not config.getoption("quick"):
         return
@@ -100,11 +101,14 @@ def pytest_collection_modifyitems(config, items):
     cases = collections.Counter((item.path, item.originalname) for item in items)
     for item in items:
         test = (item.path, item.originalname)
-        third = item.path.parent.name in SAMPLED or (cases[test] > MANY and item.path.parent.name != "package")
-        sampled = third and test in seen and zlib.crc32(item.name.encode()) % 3
-        seen.add(test)
-        out = sampled or item.get_closest_marker("exhaustive") is not None
-        (left_out if out else kept).append(item)
+        folder = item.path.parent.name
+        share = SAMPLED.get(folder, SHARE if cases[test] > MANY and folder != "package" else 1)
+        sampled = test in seen and zlib.crc32(item.name.encode()) % share
+        if sampled or item.get_closest_marker("exhaustive") is not None:
+            left_out.append(item)
+        else:
+            seen.add(test)
+            kept.append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 

@@ -100,7 +100,9 @@ def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
         for name, gradient in gradients.items():
             assert (gradient - plain[name]).norm() <= share * (plain[name] - exact[name]).norm(), name
     assert not has_logits(model(**mine))
-    check_eval_logits(model, reference, mine, tolerance=1e-4 if device.type == "cpu" or reference is not unpatched else 0.1)
+    check_eval_logits(
+        model, reference, mine, tolerance=1e-4 if device.type == "cpu" or reference is not unpatched else 0.1
+    )
 
 
 def shard(model, wrapped, options):
