@@ -80,17 +80,17 @@ def fresh_seed():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--quick", action="store_true", help="make test: no exhaustive test, and a part of the cases of many"
+        "--quick", action="store_true", help="make test: no exhaustive test, and a part of the cases of others"
     )
 
 
-# Of so many cases of a test about one runs: of the folders whose cases take seconds each, in the interpreter or in
-# several processes, and elsewhere of a test that has more cases than MANY.
-SAMPLED, SHARE, MANY = {"kernels": 12, "layouts": 12}, 6, 2
+# Of so many cases of a test about one runs. Those of kernels/ and layouts/ take seconds each, in the interpreter or in
+# several processes; those of package/ are files, pages and commands, which have no neighbours.
+SHARE, SHARES = 6, {"kernels": 12, "layouts": 12, "package": 1}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test of SAMPLED or of more cases than MANY: the first case, and one in 12 or in 6 by its name.
+    """Of each test: the first case, and one in SHARE by its name.
 
     Neighbours differ in one argument.
     By a name, not by a number, which would meet the same value of an argument of three. CI runs every case.
@@ -98,12 +98,9 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("quick"):
         return
     kept, left_out, seen = [], [], set()
-    cases = collections.Counter((item.path, item.originalname) for item in items)
     for item in items:
         test = (item.path, item.originalname)
-        folder = item.path.parent.name
-        share = SAMPLED.get(folder, SHARE if cases[test] > MANY and folder != "package" else 1)
-        sampled = test in seen and zlib.crc32(item.name.encode()) % share
+        sampled = test in seen and zlib.crc32(item.name.encode()) % SHARES.get(item.path.parent.name, SHARE)
         if sampled or item.get_closest_marker("exhaustive") is not None:
             left_out.append(item)
         else:
