@@ -19,7 +19,6 @@ fuzz/ is the fuzzer, mutation/ plants faults and asks which tests fail, digest.p
 What several folders use lies beside them.
 """
 
-import collections
 import gc
 import os
 import zlib
