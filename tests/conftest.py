@@ -19,7 +19,6 @@ fuzz/ is the fuzzer, mutation/ plants faults and asks which tests fail, digest.p
 What several folders use lies beside them.
 """
 
-import collections
 import gc
 import os
 import zlib
@@ -80,31 +79,32 @@ def fresh_seed():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--quick", action="store_true", help="make test: no exhaustive test, and a third of the cases of many"
+        "--quick", action="store_true", help="make test: no exhaustive test, and a part of the cases of others"
     )
 
 
-SAMPLED = ("kernels", "layouts")  # whose cases take seconds each: in the interpreter, in several processes
-MANY = 8  # elsewhere a test with more cases than this has a third of them
+# Of so many cases of a test about one runs. Those of kernels/ and layouts/ take seconds each, in the interpreter or in
+# several processes; those of package/ are files, pages and commands, which have no neighbours.
+SHARE, SHARES = 6, {"kernels": 12, "layouts": 12, "package": 1}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test of SAMPLED or of more cases than MANY: the first case and every third by its name.
+    """Of each test: the first case, and one in SHARE by its name.
 
     Neighbours differ in one argument.
-    By a name, not by a number, which would meet the same value of an argument of three.
+    By a name, not by a number, which would meet the same value of an argument of three. CI runs every case.
     """
     if not config.getoption("quick"):
         return
     kept, left_out, seen = [], [], set()
-    cases = collections.Counter((item.path, item.originalname) for item in items)
     for item in items:
         test = (item.path, item.originalname)
-        third = item.path.parent.name in SAMPLED or (cases[test] > MANY and item.path.parent.name != "package")
-        sampled = third and test in seen and zlib.crc32(item.name.encode()) % 3
-        seen.add(test)
-        out = sampled or item.get_closest_marker("exhaustive") is not None
-        (left_out if out else kept).append(item)
+        sampled = test in seen and zlib.crc32(item.name.encode()) % SHARES.get(item.path.parent.name, SHARE)
+        if sampled or item.get_closest_marker("exhaustive") is not None:
+            left_out.append(item)
+        else:
+            seen.add(test)
+            kept.append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 

@@ -22,7 +22,7 @@ import flce_ops
 B, T, V, STEPS, RANKS = 2, 8, 101, 3, 2
 
 
-@pytest.mark.parametrize("name", ["Llama", "Llama tied"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Llama tied", marks=pytest.mark.exhaustive)])
 def test_a_patched_model_under_fsdp2(name):
     run_in_world(("cpu", RANKS), train_patched_and_unpatched, name)
 

@@ -76,31 +76,48 @@ def fsdp2_case(device, wrapped, name="Llama", patch_first=True, **options):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model, batch = make_model(name).to(device), {k: v.to(device) for k, v in make_batch(2 * ranks).items()}
     batch["num_items_in_batch"] = torch.tensor(37, device=device)
-    reference = copy.deepcopy(model)
+    reference, unpatched = copy.deepcopy(model), copy.deepcopy(model)
     if patch_first:
         patch(model)
     options["mesh"] = init_device_mesh(device.type, (ranks,))
+    shard(model, wrapped, options)
+    if not patch_first:
+        patch(model)
+    mine = {k: v.chunk(ranks)[rank] if v.dim() else v for k, v in batch.items()}
+    loss, gradients = loss_of_all_ranks(model, mine)
+    expected, exact = loss_and_gradients(reference, **batch)
+    if "mp_policy" not in options:
+        check_same((loss, gradients), (expected, exact))
+    else:
+        # The model below the head is in bfloat16, too, and its rounding alone moves a gradient by 8 % (median over 60
+        # models of the gradient that moves most; the largest 18 %). So the judge is the same model without the patch.
+        # On a CPU all gradients of those 60 had its bits. On CUDA its logits are rounded, the patched model's are not.
+        shard(unpatched, wrapped, options)
+        reference, (plain_loss, plain) = unpatched, loss_of_all_ranks(unpatched, mine)
+        share = 0.25 if device.type == "cpu" else 1.5
+        torch.testing.assert_close(plain_loss, expected, rtol=0.05, atol=0)
+        torch.testing.assert_close(loss, plain_loss, rtol=1e-4 if device.type == "cpu" else 0.05, atol=0)
+        for name, gradient in gradients.items():
+            assert (gradient - plain[name]).norm() <= share * (plain[name] - exact[name]).norm(), name
+    assert not has_logits(model(**mine))
+    check_eval_logits(
+        model, reference, mine, tolerance=1e-4 if device.type == "cpu" or reference is not unpatched else 0.1
+    )
+
+
+def shard(model, wrapped, options):
     for block in model.model.layers:
         fully_shard(block, **options)
     for names in wrapped:
         modules = [model.get_submodule(n) for n in ((names,) if isinstance(names, str) else names)]
         fully_shard(modules, **options)
     fully_shard(model, **options)
-    if not patch_first:
-        patch(model)
-    mine = {k: v.chunk(ranks)[rank] if v.dim() else v for k, v in batch.items()}
+
+
+def loss_of_all_ranks(model, mine):
     loss, gradients = loss_and_gradients(model, **mine)
     dist.all_reduce(loss)
-    gradients = {n: ranks * g.full_tensor() for n, g in gradients.items()}  # FSDP averages over ranks
-    expected, exact = loss_and_gradients(reference, **batch)
-    if "mp_policy" not in options:
-        check_same((loss, gradients), (expected, exact))
-    else:
-        torch.testing.assert_close(loss, expected, rtol=0.05, atol=0)
-        for name, gradient in gradients.items():
-            assert (gradient - exact[name]).norm() < 0.2 * exact[name].norm(), name
-    assert not has_logits(model(**mine))
-    check_eval_logits(model, reference, mine, tolerance=1e-4 if "mp_policy" not in options else 0.1)
+    return loss, {n: dist.get_world_size() * g.full_tensor() for n, g in gradients.items()}  # FSDP averages over ranks
 
 
 # ---------------------------------------------------------------- tensor parallelism

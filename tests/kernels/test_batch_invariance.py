@@ -125,6 +125,7 @@ def test_bits_of_kernels_depend_on_the_token_alone():
 
 
 @no_cuda
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # whether the model is sure of the target, whose exponential then exceeds the sum of the others
 @pytest.mark.parametrize("sure", [False, True])

