@@ -77,8 +77,8 @@ def log_probabilities(
 ):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
-    The log-probabilities are -inf after column V and in rows after the valid ones. Loads still run to the end of the padded row: rows are a multiple of
-    16 numbers apart, so loads of 16 bytes work for any V.
+    The log-probabilities are -inf after column V, and in rows after the valid ones. Loads still run to the end of the
+    padded row: rows are a multiple of 16 numbers apart, so loads of 16 bytes work for any V.
     """
     FIXED_POINT: tl.constexpr = softmax.logits.dtype.element_ty == tl.int16
     FILLED: tl.constexpr = EVEN and softmax.softcap is None and not FIXED_POINT
