@@ -99,9 +99,13 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         own_logit = tl.load(operands.reference_class.logit + rows, mask=row_mask, other=0.0)
         is_own = (cols + operands.first_column)[None, :] == tl.maximum(own, 0)[:, None]
         z = tl.where(is_own, own_logit[:, None], z)
-    weighted = in_vocabulary(z * class_weight, col_mask, 0.0, EVEN_V)
-    store_sum(operands.logit_sum, weighted, partial_offset, row_mask)
-    store_sum(operands.total, in_vocabulary(z, col_mask, 0.0, EVEN_V), partial_offset, row_mask)
+    # fma(..., 0) rounds the products. Plain ones would be fused with the additions where no mask stands between, and
+    # the sums of a shard with EVEN_V would have other bits than those of a vocabulary without.
+    zero = tl.zeros_like(z)
+    weighted = tl.fma(z, zero + class_weight, zero)
+    store_sum(operands.logit_sum, in_vocabulary(weighted, col_mask, 0.0, EVEN_V), partial_offset, row_mask)
+    rounded = tl.fma(z, zero + 1.0, zero)
+    store_sum(operands.total, in_vocabulary(rounded, col_mask, 0.0, EVEN_V), partial_offset, row_mask)
     if operands.argmax is not None:
         candidates = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
         row_max = tl.max(candidates, 1)
