@@ -281,6 +281,6 @@ def test_a_few_chunks_more_than_fit_are_taken_where_they_take_fewer_steps(tokens
     steps, chunks = problem.chunks(0)
     fewest = slices(tokens, problem.fitting())
     assert len(chunks) > len(fewest)
-    assert steps == steps_of(chunks) < steps_of(fewest)
+    assert steps == pytest.approx(steps_of(chunks)) and steps < steps_of(fewest)
     assert chunks[0].start == 0 and chunks[-1].stop == tokens
     assert all(before.stop == after.start for before, after in zip(chunks, chunks[1:]))
