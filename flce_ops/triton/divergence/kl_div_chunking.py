@@ -89,10 +89,10 @@ def rows_in(memory: int, row_bytes: int) -> int:
 @functools.lru_cache(maxsize=256)
 def split_chunk(rows: int, room: int, most: int, tiles: int, block_m: int, programs: int) -> list[slice]:
     """Divides a chunk into blocks of at most `most` rows. `tiles` is the number of a GEMM's tiles along V."""
-    apart = -(-rows // (CUTS * MULTIPLE)) * MULTIPLE
+    apart = cdiv(rows, CUTS * MULTIPLE) * MULTIPLE
     ends, end = {rows, *range(apart, rows, apart)}, rows
     while end:  # from the last row back, the largest blocks that fit
-        end = max(-(-(end - min(most, room - end)) // MULTIPLE) * MULTIPLE, 0)
+        end = max(cdiv(end - min(most, room - end), MULTIPLE) * MULTIPLE, 0)
         ends.add(end)
     # for each row reached: waves so far, longest block, start of the last block
     cuts: dict[int, tuple[float, int, int]] = {0: (0.0, 0, 0)}
@@ -103,7 +103,7 @@ def split_chunk(rows: int, room: int, most: int, tiles: int, block_m: int, progr
             if block > most or end + block > room:
                 break
             before, longest, _ = cuts[start]
-            waves = -(-(-(-block // block_m) * tiles) // programs)
+            waves = cdiv(cdiv(block, block_m) * tiles, programs)
             took = before + max(waves, WEIGHT_READ * tiles / programs) + LAUNCHES
             found.append((took, max(longest, block), start))
         if found:
