@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
     def statistics(self, asked: Statistics) -> TokenStatistics:
         """The requested statistics, detached."""
-        entropy = -self.expected_log_prob if asked.entropy else None
+        entropy = 0.0 - self.expected_log_prob if asked.entropy else None  # a difference, so that no entropy is -0
         found = (self.argmax, self.lse, entropy, self.log_sum_sq_probs, self.mean_logit)
         return changed(TokenStatistics.found(asked, found), torch.Tensor.detach)
 
@@ -147,7 +147,7 @@ def log_probs_of_rows(
     return (
         log_probs,
         torch.where(valid, lse, 0.0),
-        torch.where(valid, -rows.expected_log_prob, 0.0) if asked.entropy else nothing,
+        torch.where(valid, 0.0 - rows.expected_log_prob, 0.0) if asked.entropy else nothing,
         rows.argmax if asked.argmax else nothing.to(torch.int64),
         torch.where(valid, rows.log_sum_sq_probs, 0.0) if asked.log_sum_sq_probs else nothing,
         torch.where(valid, rows.mean_logit, 0.0) if asked.mean_logit else nothing,

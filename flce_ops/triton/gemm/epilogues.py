@@ -134,10 +134,10 @@ class MaxSum(NamedTuple):
 @triton.jit
 def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
     partial_offset = tile.to(tl.int64) * row_distance(n) + rows
-    z = in_vocabulary(z, col_mask, float("-inf"), EVEN_V)
-    row_max = tl.max(z, 1)
+    row_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
     finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # if a tile has only -inf, its sum is 0, not nan
-    z -= finite[:, None]
+    # Masked after the subtraction, which is fused with z's product: so it is in a shard with EVEN_V, without a mask.
+    z = in_vocabulary(z - finite[:, None], col_mask, float("-inf"), EVEN_V)
     store_sum(operands.partial, tl.exp2(z), partial_offset, row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
     return z
