@@ -3,13 +3,14 @@
     steps       empty caches: the first, second and third step of a head, then the first step of another head
     again       a new process with the caches that `steps` has filled: the first and second step of the head
     tokens      empty caches: a step, one for each N of SEQUENCE, and 200 of random N up to 20,000
+    heads       empty caches, for each head of benchmarks.loads: its first step
 
-Each of these is a separate process, for one provider and one function. The clock starts when torch is imported, the
-GPU's context exists, cuBLAS has run, and autograd has been given a gradient, for which torch imports sympy: 0.4 s. So
-no provider pays for these. The caches are Triton's, Inductor's and QuACK's. Python's bytecode of PACKAGES is cached
-beforehand, as an installer does it, in a folder of this run: the installed folder may be read-only. Compilations are
-the Triton kernels that a cache gained. A row is written to the CSV as soon as it is measured. A process that takes too
-long, or for which the budget leaves no time, becomes a row with a reason.
+Each of these is a separate process, for one provider and one function (and one head). The clock starts when torch is
+imported, the GPU's context exists, cuBLAS has run, and autograd has been given a gradient, for which torch imports
+sympy: 0.4 s. So no provider pays for these. The caches are Triton's, Inductor's and QuACK's. Python's bytecode of
+PACKAGES is cached beforehand, as an installer does it, in a folder of this run: the installed folder may be read-only.
+Compilations are the Triton kernels that a cache gained. A row is written to the CSV as soon as it is measured. A
+process that takes too long, or for which the budget leaves no time, becomes a row with a reason.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 
 from . import providers
 from .data import Problem, make_problem
+from .loads import LOADS
 from .modes import MODES, Mode, Step, prepare, step_of
 from .report import REPOSITORY, Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
@@ -39,7 +41,7 @@ from .shapes import Shape, parse_shapes
 PACKAGES = ("flce_ops", "triton", "torch", "liger_kernel", "cut_cross_entropy", "quack")
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR")
 MODE_OF = {"loss": "fwd_bwd", "log_probs": "log_probs"}  # log_probs includes the entropy
-SECONDS = {"steps": 60.0, "again": 30.0, "tokens": 90.0}  # time limit of each
+SECONDS = {"steps": 60.0, "again": 30.0, "tokens": 90.0, "heads": 30.0}  # time limit of each process
 # a head; another head; a head for many N, with the largest N
 SHAPES = "8192x4096x128256,12288x1536x50257,20000x512x32000"
 SEQUENCE = (2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000)
@@ -90,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in providers.choose(options.providers):
         for function in options.functions.split(","):
             with tempfile.TemporaryDirectory() as folder:
-                for story in options.stories.split(","):
-                    asked = Row(**asdict(here), provider=name, version="", function=function, story=story)
+                for story, sizes in stories(options.stories):
+                    asked = Row(**asdict(here), provider=name, version="", function=function, story=story, **sizes)
                     for row in in_fresh_process(asked, options, Path(folder), deadline - time.monotonic()):
                         report.add([row])
                         rows.append(row)
@@ -99,6 +101,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if row.reason and not row.version and story == options.stories.split(",")[0]:
                         break  # the library or the function is missing
     say("", *(table(rows, function) for function in options.functions.split(",")), sep="\n")
+
+
+def stories(names: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each story; that of heads for each head of the loads, with the shape that is named first."""
+    for story in names.split(","):
+        if story == "heads":
+            shapes = [shape for load in LOADS for shape in parse_shapes(load.shapes)]
+            first = {(shape.D, shape.V): shape for shape in reversed(shapes)}
+            yield from ((story, shape._asdict()) for shape in shapes if first[shape.D, shape.V] is shape)
+        else:
+            yield story, {}
 
 
 def cache_bytecode(folder: str) -> None:
@@ -117,7 +130,7 @@ def in_fresh_process(asked: Row, options: argparse.Namespace, folder: Path, left
         return
     command = [sys.executable, "-m", "benchmarks.first_call", "--here", json.dumps(asdict(asked))]
     command += ["--shapes", options.shapes, "--random", str(options.random), "--device", options.device]
-    caches = folder / ("tokens" if asked.story == "tokens" else "steps")
+    caches = folder / {"tokens": "tokens", "heads": f"{asked.D}x{asked.V}"}.get(asked.story, "steps")
     env = {**os.environ, **{variable: str(caches / variable.lower()) for variable in CACHES}}
     with (folder / "stderr").open("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, cwd=REPOSITORY)
@@ -156,6 +169,9 @@ def told(asked: Row, options: argparse.Namespace) -> Iterator[Row]:
     ones = torch.ones(1, requires_grad=True)
     (2 * ones).backward(torch.ones(1))
     try:
+        if asked.story == "heads":
+            yield timed("{N}x{D}x{V}".format(**asdict(asked)), problem_of(Shape(asked.N, asked.D, asked.V)))
+            return
         if asked.story != "tokens":
             problem = problem_of(head)
             for step in ("first", "second", "third") if asked.story == "steps" else ("first", "second"):

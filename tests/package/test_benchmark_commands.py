@@ -71,6 +71,7 @@ def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_pa
     monkeypatch.setattr(first_call, "in_fresh_process", in_this_process)
     monkeypatch.setattr(first_call, "SEQUENCE", (7, 1))
     monkeypatch.setattr(first_call, "cache_bytecode", lambda folder: None)
+    monkeypatch.setattr(first_call, "LOADS", [loads.Load("6x16x31,7x16x31", ""), loads.Load("5x8x29,9x8x29", "")])
     shapes = "8x16x31,5x16x33,9x16x31"
     first_call.main(
         ["--providers", "ours,liger", "--shapes", shapes, "--random", "3", "--device", "cpu", "--out", str(tmp_path)]
@@ -79,7 +80,8 @@ def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_pa
     rows = rows_of(path)
     steps = [row["step"] for row in rows if (row["provider"], row["function"]) == ("ours", "loss")]
     assert steps == ["first", "second", "third", "another head"] + ["first", "second"] + [
-        *("first", "N = 7", "N = 1", "3 random N")
+        *("first", "N = 7", "N = 1", "3 random N"),
+        *("6x16x31", "5x8x29"),
     ]
     assert all((row["seconds"] and row["compilations"] == "0") or row["provider"] == "liger" for row in rows)
     assert all(row["reason"] for row in rows if row["provider"] == "liger")
