@@ -77,6 +77,7 @@ def second_backward(device):
         assert error(full(leaf.grad), exact[name]) < TOLERANCE, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [pytest.param(("cpu", 2), id="interpreter2")])
 def test_triton_one_pass_equals_the_aten_one_pass(world):
     if torch.cuda.is_available():
