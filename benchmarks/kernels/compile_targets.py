@@ -36,7 +36,7 @@ OPERANDS = {
     "exp_sum": EXP_SUM,
     "statistics": EXP_SUM._replace(expected="*fp32", row_max="*fp32", argmax="*i32", squares="*fp32", total="*fp32"),
     "quantized": EXP_SUM._replace(quantized=QuantizedLogits("*i16", "*fp32", "i32", "i32")),
-    "max_sum": MaxSum("*fp32", "*fp32"),
+    "max_sum": MaxSum("*fp32", "*fp32", "*bf16"),
     "gradient": Gradient("*fp32", "*fp32", *["constexpr"] * 3),
     "low_rank": EXP_SUM,
 }
@@ -102,7 +102,6 @@ def logits_variants(tiles: Tiles, epilogues: list[str]) -> Iterator[Variant]:
         "EVEN_V": False,
         "SLOPED": False,
         "BEFORE_SOFTCAP": False,
-        "FIXED_POINT": False,
         "GROUP": tiles.group,
         "STORED": True,
         "STORE_HALVES": tiles.store_halves,

@@ -143,6 +143,23 @@ def test_chunks_change_nothing_but_rounding(device, softcap, reduction, kind, po
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_sure_tokens_near_the_teacher(device, softcap, kind, dtype, poisoned_memory):
+    """Logits of 15 nats, whose rounding to 16 bits is larger than the divergence."""
+    pair = make_pair((64, 32, 32, 509), device=device, dtype=dtype, requires_grad=False, probs=True)
+    classes, rows = torch.arange(32), torch.arange(64)
+    pair["linear_weight"][classes] = 2.0 * torch.eye(32, dtype=dtype, device=device)
+    pair["input"][rows, rows % 32] += 6.0
+    z = 1.02 * pair["input"].double() @ pair["linear_weight"].double().T
+    pair["teacher_probs"] = (z if softcap is None else softcap * torch.tanh(z / softcap)).softmax(-1)
+    options = {"kind": kind, "softcap": softcap, "reduction": "none"}
+    found, plain = (function(**pair, **options) for function in (flce_ops.linear_kl_div, plain_divergence))
+    exact = plain_divergence(**clone(pair, torch.float64), **options)
+    assert error(found, exact) <= 1.1 * error(plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_weight_gradient_over_chunks_is_rounded_once(device, dtype):
     pair = make_pair((2000, 16, 12, 61), device=device, dtype=dtype)
     expected = run_reference(pair)["linear_weight"]

@@ -10,6 +10,10 @@ e) unless nats are named.
 If G needs dz/du of a softcap, the logits before the softcap are stored instead, in nats. Computing dz/du from z would
 cancel.
 
+The denominator sums the exponentials of the rounded numbers, so the probabilities add up to 1. Near the teacher the
+errors of the log-probabilities then cancel: of the sum of p (log p - log q) with log q off by e_j, less the log of the
+sum of q exp(e), (p - q) e is left. With exact denominators p e is left, which is a rounding of the largest logit.
+
 float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile, so the entries with most of the
 probability are the most exact. bfloat16 would lose eight times as much, and an exponential in float16 underflows at
 2^-24 of the largest. For float16 operands u is a fixed-point number (fixed_point.py).
@@ -75,7 +79,7 @@ def store_logits(model: Linear, softmax: Softmax, tile_sum: Tensor, valid_tokens
         model.rows,
         model.weight,
         model.bias,
-        MaxSum(tile_sum, softmax.tile_max),
+        MaxSum(tile_sum, softmax.tile_max, softmax.logits if softmax.softcap is None else None),
         model.options,
         valid_tokens,
         out=softmax.logits,

@@ -5,7 +5,8 @@ e).
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
                                             sum_cols E^2;   sum_cols z
                 or quantized z in place of E, and max_cols z for these                             (quantized_logits.py)
-    max_sum     z - row_max, row_max = max_cols z        partial[tile, rows] = sum_cols exp(z - row_max)
+    max_sum     u = z - row_max, row_max = max_cols z    partial[tile, rows] = sum_cols exp(u)
+                and where u is stored, of u as it is rounded there
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
 An epilogue returns the tile that the GEMM rounds and stores. Each epilogue reads its operands from the named tuple
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..divergence.fixed_point import from_fixed_point, to_fixed_point
 from ..rows.valid_tokens import row_distance
 from ..steps.quantized_logits import QuantizedLogits, largest_places, quantize
 
@@ -129,6 +131,10 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
 class MaxSum(NamedTuple):
     partial: Tensor  # (T, n) out
     row_max: Tensor  # (T, n) out
+    # (n, V), where the GEMM stores the result. Its dtype counts: the sums are those of the rounded numbers, so that
+    # their softmax adds up to 1. The error of a divergence of two near distributions is then of second order, as in
+    # plain torch, whose log_softmax takes rounded logits.
+    stored: Tensor | None = None
 
 
 @triton.jit
@@ -137,10 +143,18 @@ def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     row_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
     finite = tl.where(row_max == float("-inf"), 0.0, row_max)  # if a tile has only -inf, its sum is 0, not nan
     # Masked after the subtraction, which is fused with z's product: so it is in a shard with EVEN_V, without a mask.
-    z = in_vocabulary(z - finite[:, None], col_mask, float("-inf"), EVEN_V)
-    store_sum(operands.partial, tl.exp2(z), partial_offset, row_mask)
+    u = in_vocabulary(z - finite[:, None], col_mask, float("-inf"), EVEN_V)
+    result = u
+    if operands.stored is not None:
+        if operands.stored.dtype.element_ty == tl.int16:
+            result = to_fixed_point(u)
+            u = from_fixed_point(result)
+        else:
+            result = u.to(operands.stored.dtype.element_ty)
+            u = result.to(tl.float32)
+    store_sum(operands.partial, tl.exp2(u), partial_offset, row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
-    return z
+    return result
 
 
 class Gradient(NamedTuple):

@@ -22,14 +22,12 @@ the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...support.integers import cdiv
-from ..divergence.fixed_point import to_fixed_point
 from ..launch.replay import Kernel
 from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
@@ -37,7 +35,7 @@ from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from .tiles import Tiles
-from .tma import block_of_tile, fits_tma, kernel_matrices, load_tile, store_tile
+from .tma import block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -115,7 +113,6 @@ def logits_gemm_kernel(
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
-    FIXED_POINT: tl.constexpr,
     RANK: tl.constexpr,  # r of the pair, contiguous; 0 without one
 ):
     if logit_numbers.by_token is None:
@@ -161,17 +158,21 @@ def logits_gemm_kernel(
             numbers_of_rows = loaded(logit_numbers, token[:, None], row_mask[:, None])
         else:
             numbers_of_rows = numbers
-        z, dz_du = base2_logits(acc, bias, logit_numbers, numbers_of_rows)
+        if BEFORE_SOFTCAP:  # z is that of the rounded logits, as their reader computes it
+            logits = (acc if bias is None else acc + bias) * numbers_of_rows.logit_scale
+            logits = in_dtype_of(out, logits, USE_TMA)
+            without_scale = LogitOptions(numbers_of_rows.softcap, 1.0)  # type: ignore[arg-type]
+            z, dz_du = base2_logits(logits.to(tl.float32), None, logit_numbers, without_scale)
+        else:
+            z, dz_du = base2_logits(acc, bias, logit_numbers, numbers_of_rows)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if STORED:
             if BEFORE_SOFTCAP:
-                result = (acc if bias is None else acc + bias) * numbers_of_rows.logit_scale
-            elif FIXED_POINT:
-                result = to_fixed_point(result)
+                result = logits
             elif SLOPED:
                 result = result * dz_du
             if USE_TMA:
-                rounded = result.to(out.dtype)
+                rounded = in_dtype_of(out, result, USE_TMA)
                 if STORE_HALVES:
                     # a staging buffer of half the size leaves shared memory for one more stage of the main loop
                     halves = tl.permute(tl.reshape(rounded, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
@@ -230,7 +231,6 @@ def launch_logits_gemm(
         # MaxSum's result is logits, not a gradient
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),
         BEFORE_SOFTCAP=before_softcap,
-        FIXED_POINT=isinstance(epilogue, MaxSum) and out is not None and out.dtype == torch.int16,
         RANK=pair.rank,
         **tiles.options,
     )

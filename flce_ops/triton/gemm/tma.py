@@ -42,11 +42,20 @@ def load_tile(matrix, rows, cols, row_mask, col_mask):
 
 
 @triton.jit
+def in_dtype_of(matrix, values, USE_TMA: tl.constexpr):
+    """Rounds values to the dtype of a matrix, which is a tensor descriptor with USE_TMA."""
+    if USE_TMA:
+        return values.to(matrix.dtype)
+    else:
+        return values.to(matrix.pointer.dtype.element_ty)
+
+
+@triton.jit
 def store_tile(matrix, values, rows, cols, row_mask, col_mask):
     """Rounds and stores by pointers. Columns are contiguous."""
     tl.static_assert(matrix.stride_col is None)
     places = matrix.pointer + rows.to(tl.int64)[:, None] * matrix.stride + cols[None, :]
-    tl.store(places, values.to(matrix.pointer.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    tl.store(places, in_dtype_of(matrix, values, False), mask=row_mask[:, None] & col_mask[None, :])
 
 
 @triton.jit
