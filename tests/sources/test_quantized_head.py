@@ -102,21 +102,22 @@ def loss_and_gradients(input, weight, target, bias, options):
 @pytest.mark.parametrize("made", MADE)
 def test_a_quantized_head_is_the_dense_one(made, options, dtype, device):
     options = {key: value.to(device) if torch.is_tensor(value) else value for key, value in OPTIONS[options].items()}
-    target = torch.randint(V, (N, 3) if "target_weight" in options else (N,))
-    target[::5] = -100
-    input, bias, weight = torch.randn(N, D), torch.randn(V), torch.randn(V, D)
-    input, bias, weight = (tensor.to(device, dtype) for tensor in (input, bias, weight))
-    target = target.to(device)
-    quantized = MADE[made](weight)
-    dense = dense_of(quantized, dtype)
     double = {key: value.double() if torch.is_tensor(value) else value for key, value in options.items()}
-    with flce_ops.workspace(4 * 256 * D * dtype.itemsize):
-        assert len(QuantizedHead(quantized).slices(dtype)) == 4  # the last one of 253 classes
-        ours = loss_and_gradients(input, quantized, target, bias, options)
-    theirs = loss_and_gradients(input, dense, target, bias, options)
-    exact = loss_and_gradients(input.double(), dense.double(), target, bias.double(), double)
-    for of_ours, of_theirs, of_exact in zip(ours, theirs, exact, strict=True):
-        assert error(of_ours, of_exact) <= 1.5 * error(of_theirs, of_exact) + 1e-6
+    errors = []
+    for _ in range(4):  # of one draw the ratio in bfloat16 was up to 1.43, of four up to 1.3
+        target = torch.randint(V, (N, 3) if "target_weight" in options else (N,)).to(device)
+        target[::5] = -100
+        input, bias, weight = (torch.randn(*shape).to(device, dtype) for shape in ((N, D), (V,), (V, D)))
+        quantized = MADE[made](weight)
+        dense = dense_of(quantized, dtype)
+        with flce_ops.workspace(4 * 256 * D * dtype.itemsize):
+            assert len(QuantizedHead(quantized).slices(dtype)) == 4  # the last one of 253 classes
+            ours = loss_and_gradients(input, quantized, target, bias, options)
+        theirs = loss_and_gradients(input, dense, target, bias, options)
+        exact = loss_and_gradients(input.double(), dense.double(), target, bias.double(), double)
+        errors.append([[error(found, of) for found, of in zip(both, exact, strict=True)] for both in (ours, theirs)])
+    for of_ours, of_theirs in torch.tensor(errors).square().mean(0).sqrt().T:
+        assert of_ours <= 1.5 * of_theirs + 1e-6
 
 
 def test_under_autocast_slices_are_in_its_dtype():
