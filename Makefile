@@ -83,7 +83,7 @@ GPU_WORKERS = $(shell echo $$(( $(CARDS) * 13 < $$(nproc) ? $(CARDS) * 13 : $$(n
 
 test-gpu: $(INSTALLED)
 	FLCE_CARDS=$(CARDS) $(BIN)/python -m pytest -m "gpu and not multigpu" -n $(GPU_WORKERS) --dist worksteal $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m multigpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m multigpu -n 3 --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_cuda_sizes.py
 
 # --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
