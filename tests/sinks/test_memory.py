@@ -141,13 +141,13 @@ def test_on_a_cpu_the_weight_gradient_is_summed_in_float32_over_more_than_eight_
     assert expected <= temporary <= expected + 8 * MiB, f"{(temporary - expected) / MiB:.1f} MiB"
 
 
-@pytest.mark.exhaustive  # a CPU without bfloat16 units takes a minute
+@pytest.mark.exhaustive  # a CPU without bfloat16 units takes 40 s
 def test_on_a_cpu_the_float32_sum_of_the_weight_gradient_is_part_of_the_workspace():
-    inputs = make_inputs((12000, 256, 8000), dtype=torch.bfloat16)  # the float32 sum has 8 MiB
-    with flce_ops.workspace(20 * MiB):
+    inputs = make_inputs((12000, 128, 8000), dtype=torch.bfloat16)  # the float32 sum has 4 MiB
+    with flce_ops.workspace(16 * MiB):
         temporary = peak_of(flce_ops.linear_cross_entropy, inputs) - results(inputs)
     assert flce_ops.last_path().chunks > 8
-    assert temporary <= 20 * MiB + SMALL_CHANGE, f"{temporary / MiB:.1f} MiB"
+    assert temporary <= 16 * MiB + SMALL_CHANGE, f"{temporary / MiB:.1f} MiB"
 
 
 def test_the_measure_sees_the_logits_of_plain_torch(device):
