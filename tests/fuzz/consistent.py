@@ -69,6 +69,8 @@ def with_its_options(case: Case) -> Case:
         new["z_loss"] = case.z_loss or 0.01
     elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
         new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
+    if case.teacher == "near":
+        new["teacher_softcap"] = case.softcap
     if case.teacher in ("probs", "sparse probs"):
         new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they apply to the teacher's logits
     if case.teacher == "sparse probs" and case.kind == "nla":

@@ -126,7 +126,7 @@ def flags(random: Random, case: Case) -> dict:
         new |= {
             "kind": random.choice(["forward", "reverse", "jsd", "tv", "nla"]),
             "beta": choose(random, {0.5: 4, 0.1: 1, 0.9: 1, 0.0: 0.2, 1.0: 0.2}),
-            "teacher": choose(random, {"hidden": 4, "probs": 3, "near": 1, "sparse probs": 1, "student": 1}),
+            "teacher": choose(random, {"hidden": 4, "probs": 3, "near": 2, "sparse probs": 1, "student": 1}),
             "teacher_scale": maybe(random, 0.2, random.choice([1.0, 0.5]), None),
             "teacher_softcap": maybe(random, 0.15, 10.0 ** random.uniform(-3.0, 6.0), None),
         }
