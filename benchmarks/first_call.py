@@ -33,7 +33,7 @@ import torch
 
 from . import providers
 from .data import Problem, make_problem
-from .loads import LOADS
+from .loads import units
 from .modes import MODES, Mode, Step, prepare, step_of
 from .report import REPOSITORY, Environment, Report, environment, say
 from .shapes import Shape, parse_shapes
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.first_call", description=__doc__)
     parser.add_argument("--providers", default="ours,torch_compile,liger,cce")
     parser.add_argument("--functions", default=",".join(MODE_OF), help="log_probs: with the entropy")
-    parser.add_argument("--stories", default=",".join(SECONDS))
+    parser.add_argument("--stories", default="steps,again,tokens", help="and heads, two minutes a provider")
     parser.add_argument("--shapes", default=SHAPES, help="a head, another, that of many N with the largest N")
     parser.add_argument("--random", type=int, default=RANDOM, help="how many random N")
     parser.add_argument("--budget-s", type=float, default=145)
@@ -107,9 +107,10 @@ def stories(names: str) -> Iterator[tuple[str, dict[str, int]]]:
     """Each story; that of heads for each head of the loads, with the shape that is named first."""
     for story in names.split(","):
         if story == "heads":
-            shapes = [shape for load in LOADS for shape in parse_shapes(load.shapes)]
-            first = {(shape.D, shape.V): shape for shape in reversed(shapes)}
-            yield from ((story, shape._asdict()) for shape in shapes if first[shape.D, shape.V] is shape)
+            heads: dict[tuple[int, int], Shape] = {}
+            for unit in units():
+                heads.setdefault((unit.shape.D, unit.shape.V), unit.shape)
+            yield from ((story, shape._asdict()) for shape in heads.values())
         else:
             yield story, {}
 

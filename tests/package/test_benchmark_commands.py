@@ -71,10 +71,11 @@ def test_first_steps_of_fresh_processes_are_rows_and_a_table(monkeypatch, tmp_pa
     monkeypatch.setattr(first_call, "in_fresh_process", in_this_process)
     monkeypatch.setattr(first_call, "SEQUENCE", (7, 1))
     monkeypatch.setattr(first_call, "cache_bytecode", lambda folder: None)
-    monkeypatch.setattr(first_call, "LOADS", [loads.Load("6x16x31,7x16x31", ""), loads.Load("5x8x29,9x8x29", "")])
+    monkeypatch.setattr(loads, "LOADS", [loads.Load("6x16x31,7x16x31", ""), loads.Load("5x8x29,9x8x29", "")])
     shapes = "8x16x31,5x16x33,9x16x31"
     first_call.main(
         ["--providers", "ours,liger", "--shapes", shapes, "--random", "3", "--device", "cpu", "--out", str(tmp_path)]
+        + ["--stories", "steps,again,tokens,heads"]
     )
     (path,) = tmp_path.rglob("first_call.csv")
     rows = rows_of(path)

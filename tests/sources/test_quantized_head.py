@@ -104,7 +104,7 @@ def test_a_quantized_head_is_the_dense_one(made, options, dtype, device):
     options = {key: value.to(device) if torch.is_tensor(value) else value for key, value in OPTIONS[options].items()}
     double = {key: value.double() if torch.is_tensor(value) else value for key, value in options.items()}
     errors = []
-    for _ in range(4):  # of one draw the ratio in bfloat16 was up to 1.43, of four up to 1.3
+    for _ in range(4):  # the ratio in bfloat16: up to 1.49 in 120 draws on a CPU, of four draws 1.3
         target = torch.randint(V, (N, 3) if "target_weight" in options else (N,)).to(device)
         target[::5] = -100
         input, bias, weight = (torch.randn(*shape).to(device, dtype) for shape in ((N, D), (V,), (V, D)))

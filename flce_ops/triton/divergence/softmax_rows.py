@@ -10,9 +10,10 @@ e) unless nats are named.
 If G needs dz/du of a softcap, the logits before the softcap are stored instead, in nats. Computing dz/du from z would
 cancel.
 
-The denominator sums the exponentials of the rounded numbers, so the probabilities add up to 1. Near the teacher the
-errors of the log-probabilities then cancel: of the sum of p (log p - log q) with log q off by e_j, less the log of the
-sum of q exp(e), (p - q) e is left. With exact denominators p e is left, which is a rounding of the largest logit.
+The denominator sums the exponentials of the rounded numbers, so the probabilities q add up to 1. If rounding moves a
+logit by e_j, log q_j moves by e_j less the mean of e under q, and the divergence sum_j p_j (log p_j - log q_j) by
+sum_j (q_j - p_j) e_j, which is small near the teacher. With the denominator of the exact logits it would move by
+-sum_j p_j e_j: for a sure token, the rounding of its largest logit.
 
 float16 holds u within 2^-12 of its own size, and u is 0 at the largest logit of a tile, so the entries with most of the
 probability are the most exact. bfloat16 would lose eight times as much, and an exponential in float16 underflows at

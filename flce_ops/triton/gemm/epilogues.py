@@ -131,9 +131,8 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
 class MaxSum(NamedTuple):
     partial: Tensor  # (T, n) out
     row_max: Tensor  # (T, n) out
-    # (n, V), where the GEMM stores the result. Its dtype counts: the sums are those of the rounded numbers, so that
-    # their softmax adds up to 1. The error of a divergence of two near distributions is then of second order, as in
-    # plain torch, whose log_softmax takes rounded logits.
+    # (n, V), where the GEMM stores the result: the sums are those of numbers rounded to its dtype, for the reason that
+    # divergence/softmax_rows.py gives
     stored: Tensor | None = None
 
 
