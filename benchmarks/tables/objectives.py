@@ -63,6 +63,8 @@ TIMES = {  # mode: its name on the page, and its peers with their names
     "kl_forward": ("forward divergence", {"liger": "Liger"}),
     "kl_reverse": ("reverse", {"liger": "Liger"}),
     "kl_jsd": ("jsd", {"liger": "Liger"}),
+    "kl_tv": ("total variation", {}),
+    "kl_nla": ("negative log-acceptance", {}),
 }
 
 
