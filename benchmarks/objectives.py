@@ -46,7 +46,6 @@ LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # all bfloat16: (mode, provi
     ("softcap_smoothing", ("ours", "torch_compile")),
     ("kl_forward", ("floor", "ours", "torch_compile", "liger")),
     *((f"kl_{kind}", ("ours", "torch_compile", "liger")) for kind in ("reverse", "jsd")),
-    *((f"kl_{kind}", ("ours", "torch_compile")) for kind in ("tv", "nla")),
 )
 IN_FLOAT16 = ("fwd_bwd", "none", "log_probs")
 
