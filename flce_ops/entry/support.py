@@ -18,6 +18,8 @@ from ..support.rank_check import any_dtensor
 from ..support.torch_private import check_value
 from .schemas import LogProbs, RowLoss
 
+MOST_IDS = 2**31 - 1  # the lists of gradients are counted in int32 (triton/sparse/class_order.py)
+
 # N tokens, K ids of each, E ids of all
 
 
@@ -73,6 +75,9 @@ def check_support(op: str, call: LogProbs | RowLoss) -> None:
         if tensor is not None and tensor.dtype not in TARGET_DTYPES:
             raise TypeError(f"{op}: expected {name} in int64 or int32, got {tensor.dtype}")
     check_device(op, call.input, **named)
+    ids = support.numel()
+    if isinstance(ids, int) and ids > MOST_IDS:  # in a trace it may not be known
+        raise ValueError(f"{op}: expected support of at most {MOST_IDS} ids, got {ids}; pass fewer tokens at a time")
     if offsets is None:
         if support.dim() != len(tokens) + 1 or support.shape[:-1] != tokens:
             raise ValueError(

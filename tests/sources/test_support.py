@@ -401,6 +401,7 @@ def wrong_calls():
         "offsets' dtype": ((flat, offsets.double()), TypeError, "expected offsets of support in int64 or int32"),
         "type": ("top-p", TypeError, r"expected support to be a tensor of ids \(..., K\) or a pair \(ids, offsets\)"),
         "sparse": (ids.to_sparse(), TypeError, "expected support to be a dense tensor"),
+        "ids": (ids[:, :1].expand(-1, 2**26), ValueError, "expected support of at most 2147483647 ids, got 4093640704"),
     }
     return inputs, cases
 
