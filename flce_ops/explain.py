@@ -54,6 +54,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
     Raises:
         TypeError: another function, or arguments that the function does not take.
+        NotImplementedError: arguments that the function does not implement together.
 
     Example::
 
@@ -130,6 +131,8 @@ def of_loss(title: str, facts: CallFacts) -> tuple[list[str], str]:
 
 
 def of_operators(facts: CallFacts, *names: str) -> list[str]:
+    if not set(names) <= KERNELS.keys():
+        raise NotImplementedError("explain: these arguments are not implemented together; the call itself says which")
     return [line for name in names for line in verdicts(add_op_namespace_prefix(name), KERNELS[name], facts)]
 
 
@@ -182,9 +185,8 @@ def facts_of_call(call: dict) -> CallFacts:
         from .distributed.layout import layout_of
 
         layout = layout_of(input, call["linear_weight"])
-        sharding = sharding_of(layout.vocabulary, layout.mesh.shape, call["linear_weight"].shape[0])
-        if not layout.splits_vocabulary:
-            sharding = {}
+        if layout.splits_vocabulary:
+            sharding = sharding_of(layout.vocabulary, layout.mesh.shape, call["linear_weight"].shape[0])
     facts = loss_facts(input, call["linear_weight"], call["linear_bias"], **sharding)
     teacher = call.get("teacher_input")
     return facts._replace(
@@ -244,7 +246,7 @@ def tokens_in_triton(call: dict, facts: CallFacts) -> list[str]:
         linear_weight,
         wanted,
         smoothed=facts.label_smoothing,
-        sum_pairs=sum_pairs(statistics_for(metric_names("explain", call["return_metrics"]))),
+        sum_pairs=sum_pairs(statistics_for(metric_names("explain", call.get("return_metrics", False)))),
         batch_invariant=bool(call.get("batch_invariant")),
     )
     return [line for title, paths in CHUNKINGS.items() for line in verdicts(title, paths, problem)]

@@ -32,7 +32,7 @@ def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
     gradients_of_rows(call, (grads[0], main_grad, grads[2]))
 
 
-@kernel_of(Backward, besides=draws_of)
+@kernel_of(Backward, extra_of=draws_of)
 def backward(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
     gradients_of_rows(call, grads, draws)
 

@@ -31,11 +31,10 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     weight_sum = over.weight_sum(weight, num_classes) if call.logit_sum else None
     asked = Statistics(call.argmax, True, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
     in_block = (product_dtype(input) != lse.dtype) + extra_matrices(asked)
-    reserved = 0 if linear_weight.is_contiguous() else copy_bytes(linear_weight)
     if call.ranks > 1:  # which exchange once a chunk, of as many rows on every rank
         step = rows_per_chunk(input, shard_rows(call.num_classes, call.ranks), matrices=in_block)
     else:
-        step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=reserved)
+        step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     if call.retain:
         products = retained.view(input.dtype)
         products[:, num_classes:].zero_()

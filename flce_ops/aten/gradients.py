@@ -83,12 +83,8 @@ class GradientAccumulator(Accumulator):
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         """Adds the G of a chunk, (n, V), in the accumulation dtype. `input` replaces self.input[rows]."""
-        self.add_block(grad_logits, grad_logits)
-        self.add_products(rows, grad_logits, input)
-
-    def add_block(self, block: Tensor, grad_logits: Tensor) -> None:
         self.add_bias(grad_logits)
-        self.round_block(block, grad_logits)
+        self.add_products(rows, grad_logits, input)
 
     def add_bias(self, grad_logits: Tensor) -> None:
         if self.bias_sum is not None:
@@ -133,8 +129,6 @@ class GradientAccumulator(Accumulator):
         if self.bias_sum is not None:
             self.grad_linear_bias.copy_(self.bias_sum)
 
-
-# N tokens, n rows of a chunk, V vocabulary
 
 # keep_entries runs on this fraction of the rows at a time: it needs eight times the memory of its input, a 64-bit
 # integer for each entry

@@ -86,7 +86,7 @@ class SoftmaxFactors(NamedTuple):
     factor: Tensor | None  # l - h hbar, corrected for the rounding of lse
     expected: Tensor | None  # h, corrected likewise
 
-    def of(self, rows: slice) -> "SoftmaxFactors":
+    def of(self, rows: slice | Tensor) -> "SoftmaxFactors":
         return changed(self, lambda factor: factor[rows])
 
 

@@ -21,7 +21,7 @@ from .. import meta
 from ..math.options import accumulation_dtype
 from ..math.statistics import two_sum
 from ..math.support import Support
-from ..meta.all_classes import gradients_of_all_classes, with_all_classes
+from ..meta.all_classes import NOTE, gradients_of_all_classes, with_all_classes
 from ..meta.arguments import SupportBackward, SupportForward
 from ..meta.call import takes
 from ..meta.outputs import Gradients
@@ -34,7 +34,6 @@ from .valid_tokens import check_target_range
 
 # N tokens, E entries (classes of tokens), D hidden, V vocabulary, L lists of entries
 
-NOTE = "the classes of a support are gathered"
 MATRICES = 3  # gathered rows of both operands and their product
 
 
@@ -82,8 +81,7 @@ def parts(call: SupportForward | SupportBackward, entries: int) -> list[slice]:
 @takes(SupportForward)
 def forward(call: SupportForward) -> meta.Outputs:
     results = meta.outputs(call)
-    num_classes = call.operands.linear_weight.shape[0] if call.vocab_size is None else call.vocab_size
-    check_target_range(call.operands.target, num_classes, call.ignore_index)
+    check_target_range(call.operands.target, call.num_classes, call.ignore_index)
     entries, products = entries_of(call), results[-1].fill_(0.0)
     chunks = parts(call, entries.row.shape[0])
     for part in chunks:
@@ -178,8 +176,7 @@ def gradient_of_entries(call: SupportBackward, entries: Entries) -> Tensor:  # g
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     products = call.products[entries.place].unsqueeze(1)
     logits, slope = activate_with_slope(products, call.logits.of(row))
-    of_entries = type(factors)(*(None if number is None else number[row] for number in factors))
-    grad = softmax_gradient(logits, of_entries)
+    grad = softmax_gradient(logits, factors.of(row))
     if cotangents.grad_target_logit is not None:
         grad += torch.where(entries.at_target, cotangents.grad_target_logit[row], 0.0).unsqueeze(1)
     return torch.where(counts, apply_slope(grad, slope).squeeze(1), 0.0)

@@ -95,7 +95,7 @@ def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N,)
     return values if ignored is None else values.masked_fill(ignored, 0)
 
 
-Body = Callable[..., None]  # takes a call, the results to fill in, and perhaps a direction
+Body = Callable[..., None]  # takes a call, the results to fill in, and perhaps further arguments of each token
 Results = Sequence[Tensor]
 Fills = Sequence[AtIgnored | None]  # None for a result that has no entry for each token
 
@@ -104,7 +104,7 @@ def kernel_of(
     arguments: type[Arguments],
     *,
     checks_target: bool = False,  # for operators that get the target from the user, not from another operator
-    besides: Callable[[Any], tuple[Any, ...]] | None = None,  # further arguments of the body, after the results
+    extra_of: Callable[[Any], tuple[Any, ...]] | None = None,  # makes these further arguments of a call
 ) -> Callable[[Body], Callable]:
     """Decorates a body: the kernel checks the call, allocates the results, and runs the body on the valid rows."""
 
@@ -116,11 +116,11 @@ def kernel_of(
             if checks_target:
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
             results = (outputs,) if isinstance(outputs, Tensor) else outputs
-            direction = besides(call) if besides else ()
+            extra = extra_of(call) if extra_of else ()
             if call.all_count:
-                body(call, results, *direction)
+                body(call, results, *extra)
             else:
-                on_valid_tokens(body, call, results, call.fills, *direction)
+                on_valid_tokens(body, call, results, call.fills, *extra)
             return outputs
 
         return kernel
@@ -128,16 +128,16 @@ def kernel_of(
     return decorate
 
 
-def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *direction: Any) -> None:
+def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *extra: Any) -> None:
     valid = None if call.all_count else counted(call)
     if valid is None:
-        body(call, results, *direction)
+        body(call, results, *extra)
     elif valid.device.type != "cpu":
-        with_zeroed_rows(body, call, results, fills, ~valid, *direction)
+        with_zeroed_rows(body, call, results, fills, ~valid, *extra)
     elif bool(valid.all()):
-        body(call, results, *direction)
+        body(call, results, *extra)
     else:
-        with_valid_rows(body, call, results, fills, valid, *direction)
+        with_valid_rows(body, call, results, fills, valid, *extra)
 
 
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
@@ -159,9 +159,7 @@ def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if a
     return call.operands.valid
 
 
-def with_valid_rows(
-    body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor, *direction: Any
-) -> None:
+def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor, *extra: Any) -> None:
     indices = valid.nonzero().squeeze(1)
     by_token = [(r, fill) for r, fill in zip(results, fills) if fill is not None and r.shape[fill.dim]]
     first = {id(r): r.narrow(fill.dim, 0, len(indices)) for r, fill in by_token}
@@ -177,7 +175,7 @@ def with_valid_rows(
 
     call_of_valid = call.changed(of_valid)
     call_of_valid.notes += ("without ignored tokens",)
-    body(call_of_valid, [first.get(id(r), r) for r in results], *(by_name(d, of_valid) for d in direction))
+    body(call_of_valid, [first.get(id(r), r) for r in results], *(by_name(d, of_valid) for d in extra))
     ignored = (~valid).nonzero().squeeze(1)
     for result, fill in by_token:
         spread(result.movedim(fill.dim, 0), indices)
@@ -194,9 +192,7 @@ def spread(rows: Tensor, indices: Tensor) -> None:
         rows.index_copy_(0, to, rows[start : start + len(to)].clone())
 
 
-def with_zeroed_rows(
-    body: Body, call: Arguments, results: Results, fills: Fills, ignored: Tensor, *direction: Any
-) -> None:
+def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills, ignored: Tensor, *extra: Any) -> None:
     def zeroed(name: str, value: Any) -> Any:
         if name not in MATRICES or not isinstance(value, Tensor):
             return value
@@ -205,7 +201,7 @@ def with_zeroed_rows(
             value, value.shape[0], lambda rows: value[rows].masked_fill(ignored[rows, None], fill), ignored=ignored
         )
 
-    body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in direction))
+    body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in extra))
     for result, fill in zip(results, fills):
         # rows of grad_input are already 0, as zeros times linear_weight; a shift of a row of zeros needs no change
         if fill is not None and result.dim() == 1 and len(result):

@@ -51,7 +51,7 @@ from .valid_tokens import kernel_of, zero_where_ignored
 NONE_ASKED = Statistics()
 
 
-@kernel_of(WithGrad, checks_target=True, besides=draws_of)
+@kernel_of(WithGrad, checks_target=True, extra_of=draws_of)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *grads = outputs[:5]
     statistics = TokenStatistics.found(call.statistics, outputs[5:])
@@ -77,7 +77,7 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-@kernel_of(VocabParallelWithGrad, checks_target=True, besides=draws_of)
+@kernel_of(VocabParallelWithGrad, checks_target=True, extra_of=draws_of)
 def vocab_parallel_with_grad(
     call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
 ) -> None:

@@ -127,10 +127,8 @@ def check_reduced(
             checks.check_device(op, rows, of, **{name: tensor})
             checks.check_real(op, **{name: tensor})
             check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
-    if call.reduction not in REDUCTIONS:
-        check_reduction(op, call.reduction)
-    if call.normalizer is not None:
-        check_normalizer(op, call.normalizer, call.reduction, rows, of)
+    check_reduction(op, call.reduction)
+    check_normalizer(op, call.normalizer, call.reduction, rows, of)
 
 
 def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:

@@ -17,7 +17,6 @@ of the objective (flce_ops/objectives/row.py).
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +66,8 @@ def composite_loss(call: RowLoss) -> tuple[Tensor, Tensor]:
     problem.support = support_of_call(op, layout, call, operands.target)
     with_grad = None
     if call.reduction != "none" and problem.support is None and not layout.splits_vocabulary:
-        known: dict[str, Any] = {"title": "a scalar loss of a policy", "sparse": call.sparse.gradient_threshold != 0.0}
-        if gradients_in_the_same_pass(operands, **known):
+        sparse = call.sparse.gradient_threshold != 0.0
+        if gradients_in_the_same_pass(operands, "a scalar loss of a policy", sparse=sparse):
             with_grad = partial(losses_with_grad, objective)
     loss, (log_probs,) = loss_of_tokens(layout, call, problem, partial(losses_of_rows, objective, layout), with_grad)
     return loss, log_probs

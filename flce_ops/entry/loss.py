@@ -57,7 +57,7 @@ from .token_temperature import temperature_of_tokens
 
 # N tokens, V vocabulary
 
-NOTHING, NONE_ASKED = TokenStatistics(), Statistics()
+NONE_ASKED = Statistics()
 Call = CrossEntropy | LogitsCrossEntropy | RowLoss
 Found = tuple[Tensor | None, ...]  # (N,) each, the other requested results
 # Returns losses (N,), 0 for ignored tokens.
@@ -122,7 +122,7 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
     rows = rows_of(layout, problem)
     losses = losses_of_rows(problem, layout.num_classes, rows)
-    return losses, rows.statistics(problem.statistics) if any(problem.statistics) else NOTHING
+    return losses, rows.statistics(problem.statistics)
 
 
 def loss_of_tokens(
@@ -161,10 +161,7 @@ def loss_of_tokens(
                 found = tuple(None if of_rows is None else of_rows.masked_fill(left_out, 0.0) for of_rows in found)
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
-    results: list[Tensor | None] = []
-    for of_rows in found:
-        results.append(None if of_rows is None else layout.result(of_rows))
-    return loss, tuple(results)
+    return loss, tuple(None if of_rows is None else layout.result(of_rows) for of_rows in found)
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:

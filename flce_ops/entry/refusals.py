@@ -27,8 +27,8 @@ def wants_gradient(call: Any) -> bool:
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", "support")
-# The last three features do not follow from the arguments: the caller adds them if backward always makes the
-# objective's gradients, or for the layout or the path of the call.
+# "sharded vocabulary", "recomputing shards" and "a quantized head" depend on the layout or on the path, so the caller
+# adds them. The others follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards", "a quantized head", "batch_invariant", "a divergence")
@@ -37,10 +37,7 @@ FEATURES += ("recomputing shards", "a quantized head", "batch_invariant", "a div
 def features_of(call: Any) -> set[str]:
     """The features that follow from the arguments alone."""
     values = vars(call)
-    found = set()
-    for name in GIVEN:
-        if values.get(name) is not None:
-            found.add(name)
+    found = {name for name in GIVEN if values.get(name) is not None}
     if any_dtensor(*values.values(), *values.get("tokens", ())):
         found.add("DTensors")
     if functorch_is_active():

@@ -66,9 +66,7 @@ class LogitsCrossEntropy(Arguments, keyword_from="weight"):
 class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
     """Variants whose logits may be overwritten."""
 
-    @classmethod
-    def schema(cls) -> str:
-        return super().schema().replace("Tensor logits", "Tensor(a!) logits", 1)
+    written = "logits"
 
 
 class LogProbs(Arguments, keyword_from="ignore_index"):

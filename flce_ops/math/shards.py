@@ -46,14 +46,21 @@ def log_shares(
     return lse, rest.detach(), distance - log_sum
 
 
-def log_denominator(row_max: Tensor, log_sum: Tensor, group: str | None, ranks: int) -> Tensor:  # (k, n) each
+def log_denominator(
+    row_max: Tensor,  # (k, n), as is the next
+    log_sum: Tensor,
+    group: str | None,
+    ranks: int,
+    exp: Callable[[Tensor], Tensor] = torch.exp,  # in the base of the logarithms
+    log: Callable[[Tensor], Tensor] = torch.log,
+) -> Tensor:  # (k, n)
     """The log of the denominator of k softmaxes over all columns, relative to this rank's row_max.
 
     The maximum and the log-sum stay two numbers. Their sum lse, in float32, would lose digits of a small log-sum beside
     a large maximum: reverse divergences of logits of size 10 and more had 3 to 5 times the error.
     """
     row_maxes, log_sums = all_gather(torch.stack([row_max, log_sum]), group, ranks).unbind(1)
-    return lse_of_shards(row_maxes - row_max + log_sums)
+    return lse_of_shards(row_maxes - row_max + log_sums, exp, log)
 
 
 def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R, N) -> (N,)

@@ -5,8 +5,8 @@ compute them.
     of a head, with the target        -  -  5  -  -                 the others as ignored tokens
 
 If there are no such tokens, a CPU does not call these operators. On CUDA only the device knows, so the kernels are
-launched and return immediately if their chunk has no token. These kernels get a small part of the workspace, because
-usually there are no such tokens.
+launched and return immediately if their chunk has no token. In backward these operators get a small part of the
+workspace, because usually there are no such tokens.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from ..support.workspace import get_workspace, reserved
 from .arguments import Backward, Forward, SupportBackward, SupportForward
 from .outputs import Gradients, outputs
 
-WORKSPACES_OF_OTHERS = 8  # these kernels get 1 / 8 of the workspace
+NOTE = "the classes of a support are gathered"  # for last_path(), of both implementations
+SHARE = 8  # in backward these operators get 1 / 8 of the workspace
 
 
 def tokens_of_all_classes(call: SupportForward | SupportBackward) -> Tensor | None:  # (N,) bool, None for none
@@ -51,5 +52,6 @@ def gradients_of_all_classes(call: SupportBackward) -> tuple[Gradients, bool]:
     tokens = tokens_of_all_classes(call)
     if tokens is None:
         return outputs(call), False
-    with reserved(get_workspace() - get_workspace() // WORKSPACES_OF_OTHERS):
+    workspace = get_workspace()
+    with reserved(workspace - workspace // SHARE):
         return Backward.like(call, operands=of_head(call, tokens)).dispatched(), True

@@ -39,8 +39,8 @@ KINDS = get_args(Kind)
 
 
 def once(function: Callable) -> Callable:
-    """Caches a function of a block's logarithms on these tensors, because the sums and the gradient of a block need the
-    same results.
+    """Keeps a function's result as an attribute of its first argument, a block's logarithms: the sums and the gradient
+    of the block call it with the same tensor.
     """
     name = function.__name__
 

@@ -35,6 +35,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
+# without a softcap, label smoothing adds a product of a column and a row to G
 RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
 RANK_ONE_IN_TRITON = Condition(  # all ranks must choose the same path, so this ignores their sizes
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))

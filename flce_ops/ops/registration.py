@@ -33,9 +33,9 @@ import torch
 
 from .. import meta
 from .._ops import add_op_namespace_prefix, ops
-from ..meta.arguments import Backward, Forward, VocabParallelWithGrad
+from ..meta.arguments import VocabParallelWithGrad
 from ..meta.call import Arguments, takes
-from ..support.compile_cache import keyed
+from ..support.compile_cache import add_to_key
 from ..support.running import running
 from ..support.vendor import compiling
 from . import (
@@ -92,13 +92,11 @@ def kernel(name: str) -> Callable:
     """An operator's kernel: runs the path that the table chooses."""
     arguments, function = OPERATORS[name]
     backward = None if function is None or issubclass(function, MadeInForward) else function
-    retains = issubclass(arguments, Forward | Backward)
 
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, facts_of(call))
-        if retains and (getattr(call, "retain", 1)):
-            call.notes += saved_notes(choice, call)
+        call.notes += saved_notes(choice, call)
         launch = paths.function(choice.path.kernel)
         if choice.implementation != "triton":
             return launch(call)
@@ -133,9 +131,9 @@ def fake_kernel(name: str) -> Callable:
     """An operator's fake kernel. While kernels are compiled ahead, it also compiles those of the operator."""
     arguments = OPERATORS[name].arguments
 
-    @keyed
     @takes(arguments)
     def run(call: Any) -> meta.Outputs:
+        add_to_key()
         if compiling.get() is not None:
             path = paths.choice_of(name, facts_of(call)).path
             if path.name == "triton":

@@ -14,7 +14,6 @@ the key is computed. Graphs that contain none of these operators keep their keys
 import functools
 import glob
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 from .._ops import ops
@@ -33,16 +32,10 @@ def code_key() -> str:
     return f"{__version__}+{digest.hexdigest()}"
 
 
-def keyed(fake: Callable) -> Callable:
-    """Wraps an operator's fake kernel: it also adds this package to the cache key of the graph that is being compiled.
+def add_to_key() -> None:
+    """Adds this package to the cache key of the graph that is being compiled. Fake kernels call it.
 
     The key also contains the bytes that saved logits may take, because a graph computes its number of saved rows from
     them (flce_ops/ops/paths.py).
     """
-
-    @functools.wraps(fake)
-    def run(*args, **kwargs):
-        key_compiled_graphs(ops.__name__, f"{code_key()}, {get_retained()} bytes retained")
-        return fake(*args, **kwargs)
-
-    return run
+    key_compiled_graphs(ops.__name__, f"{code_key()}, {get_retained()} bytes retained")

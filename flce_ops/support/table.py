@@ -25,9 +25,6 @@ class Path(NamedTuple):
 
 def choose(paths: tuple[Path, ...], facts: Any) -> Path:
     for path in paths:
-        for condition in path.conditions:
-            if not condition.holds(facts):
-                break
-        else:
+        if all(condition.holds(facts) for condition in path.conditions):
             return path
     raise AssertionError("the last path of a table has no condition")

@@ -92,9 +92,7 @@ _taken = threading.local()
 
 def get_workspace() -> int:
     """Bytes of temporary memory that one operator call may use, minus those that this thread's call has reserved."""
-    youngest = _temporary.blocks[-1:]
-    nbytes: Any = youngest[0].nbytes if youngest else _temporary.nbytes
-    return nbytes - getattr(_taken, "nbytes", 0)
+    return _temporary.get() - getattr(_taken, "nbytes", 0)
 
 
 def get_retained() -> int:

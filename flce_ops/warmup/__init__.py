@@ -75,15 +75,11 @@ def warmup(
         calls.append(options | {"support": None})  # the kernels for tokens without a support
 
     def trace() -> None:
-        for options_of_call in calls:
-            trace_call(options_of_call)
-
-    def trace_call(options: dict) -> None:
-        # the fake kernels of the inner operators compile
-        result = call_on_meta(function, hidden, vocab, dtype, bias, options)
-        found = result if isinstance(result, tuple) else (result,)
-        wanted = [part for part in found if isinstance(part, Tensor) and part.requires_grad]
-        torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
+        for options_of_call in calls:  # the fake kernels of the inner operators compile
+            result = call_on_meta(function, hidden, vocab, dtype, bias, options_of_call)
+            found = result if isinstance(result, tuple) else (result,)
+            wanted = [part for part in found if isinstance(part, Tensor) and part.requires_grad]
+            torch.autograd.backward(wanted, [torch.empty_like(part) for part in wanted])
 
     with driver_of(chip, present=device is not None):
         what = f"{function.__name__}, {hidden} x {vocab} in {dtype}"

@@ -191,6 +191,16 @@ def test_the_softmax_of_stored_logits_adds_up_to_1(kind, softcap, poisoned_memor
     assert args[-1].any() and error(found, exact) <= (0.3 if softcap is None else 1.05) * error(plain, exact)
 
 
+def test_features_that_tensor_maps_cannot_address_are_filled_up(monkeypatch, poisoned_memory):
+    """In forward, too: backward then makes the same logits as forward."""
+    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    args, options = arguments(torch.float16, "reverse")
+    assert args[0].shape[1] % 16
+    shift = triton_kl_div.launch_kl_div_forward(*args, **options)
+    assert "features of zeros added" in flce_ops.last_path().reason
+    assert_close(shift, aten.forward(*double(*args), **options), TOLERANCE[torch.float16])
+
+
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])
 def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned_memory):
     args, options = arguments(dtype, "cross_entropy", {"softcap": softcap}, probs=True, bias=True)

@@ -2,6 +2,7 @@
 
 # N tokens, D hidden, V vocabulary
 
+import contextvars
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flce_ops.ops.call_facts import CallFacts, facts_of
 from flce_ops.ops.paths import KERNELS, LOSS, SAVE_LOGITS
 from flce_ops.support.path import Choice
 from flce_ops.support.table import choose
+from flce_ops.support.vendor import H200, Compiling, compiling
 
 DOCS = Path(__file__).parents[2] / "docs"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -241,6 +243,41 @@ def test_tensors_on_meta_stand_for_those_of_another_device():
     inputs = make_inputs((24, 16, 50))
     meta = [None if argument is None else argument.to("meta") for argument in inputs.args]
     assert "flce::linear_cross_entropy_with_grad" in running(explain(flce_ops.linear_cross_entropy, *meta))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_explain_of_every_function_on_a_gpu(reduction, dtype):
+    """The test pretends to have an H200."""
+    pytest.importorskip("triton")
+
+    def on_meta(*shape, dtype=dtype, **options):
+        return torch.empty(shape, dtype=dtype, device="meta", **options)
+
+    input, linear_weight = on_meta(512, 64, requires_grad=True), on_meta(1000, 64, requires_grad=True)
+    target, per_token = on_meta(512, dtype=torch.int64), on_meta(512, dtype=torch.float32)
+    calls = {
+        flce_ops.linear_cross_entropy: (input, linear_weight, target),
+        flce_ops.linear_policy_loss: (input, linear_weight, target, per_token),
+        flce_ops.linear_kl_div: (input, linear_weight, on_meta(512, 32), on_meta(1000, 32)),
+        flce_ops.cross_entropy: (on_meta(512, 1000, requires_grad=True), target),
+    }
+
+    def all_in_triton():
+        compiling.set(Compiling(H200))
+        for function, call in calls.items():
+            said = running(explain(function, *call, reduction=reduction))
+            of_operators = {choice: path for choice, path in said.items() if choice.startswith("flce::")}
+            assert of_operators and set(of_operators.values()) == {"triton"}, function
+
+    contextvars.copy_context().run(all_in_triton)
+
+
+def test_explain_refuses_what_the_call_refuses():
+    inputs = make_inputs((24, 16, 50))
+    probabilities, main_grad = torch.rand(24, 50), torch.zeros(50, 16)
+    with pytest.raises(NotImplementedError, match="explain: these arguments are not implemented together"):
+        explain(flce_ops.linear_cross_entropy, *inputs.args[:2], probabilities, main_grad=main_grad)
 
 
 @pytest.mark.parametrize("paths", [*LOSS.values(), *SAVE_LOGITS.values(), *KERNELS.values()])

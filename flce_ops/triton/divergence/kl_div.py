@@ -30,6 +30,7 @@ NO_GRADIENTS = Gradients(None, None, None)
 
 
 @takes(KlDivForward)
+@with_padded_features
 def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
     run(call, forward_step, outputs)

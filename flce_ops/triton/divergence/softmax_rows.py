@@ -28,8 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...math.shards import lse_of_shards
-from ...support.exchange import all_gather
+from ...math.shards import log_denominator
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import MaxSum
 from ..rows.two_sum import rescaled
@@ -92,8 +91,7 @@ def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) 
     """Replaces the denominators of this rank's columns by those of whole rows."""
     if ranks == 1:
         return
-    own = torch.stack([softmax.shift for softmax in softmaxes])  # (k, 2, n)
-    row_max, log_sum = all_gather(own, group, ranks).unbind(2)  # (R, k, n) each
-    denominators = lse_of_shards(row_max - own[:, 0] + log_sum, torch.exp2, torch.log2)
+    row_max, log_sum = torch.stack([softmax.shift for softmax in softmaxes]).unbind(1)  # (k, n) each
+    denominators = log_denominator(row_max, log_sum, group, ranks, torch.exp2, torch.log2)
     for softmax, denominator in zip(softmaxes, denominators):
         softmax.shift[1] = denominator

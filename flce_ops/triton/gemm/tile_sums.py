@@ -73,9 +73,8 @@ def max_and_sum_kernel(
     partial_ptr,  # (T, n)
     row_sum_ptr,  # (n,), read only if there is a guard
     # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum). With the guard: (n,)
-    # out, the sum of both, written only for rows whose row_sum is too large.
+    # out, the sum of both, written only for rows whose row_sum is too large: other rows keep their bits.
     out_ptr,
-    # stores the sum of both numbers only for rows whose row_sum is too large: other rows keep their bits
     valid_tokens,  # ValidTokens
     n,
     T,

@@ -44,7 +44,7 @@ from .logit_rows import (
 
 
 class RowResults(NamedTuple):
-    """(N,) each: the losses of a step with a loss, or the numbers of meta.forward_outputs; None if not requested."""
+    """(N,) each: the losses of a step with a loss, or the results of cross_entropy_forward; None if not requested."""
 
     target_logit: Tensor | None = None
     lse: Tensor | None = None
@@ -59,7 +59,7 @@ def rows_kernel(
     logits,  # Matrix
     grad_logits,  # Matrix, out, may be the same; None: only the numbers of the rows
     target_ptr,  # (N,)
-    known,  # KnownRows: G is made from these without a sum; of None: the row is summed
+    known,  # KnownRows, from which G is made; if its fields are None, the kernel first sums the row
     reduction,  # Reduction; None without a loss
     valid_tokens,  # Count of valid tokens, which divides a mean; None without a loss
     results,  # RowResults, out

@@ -264,8 +264,6 @@ def on_meta(call: Any, tokens: int) -> Any:
         shape, stride = list(value.shape), value.stride()
         if name in OF_PAIRS:
             shape, stride = [2, tokens], (tokens, 1)
-        elif name == "offsets":
-            shape[0] = tokens + 1
         elif name == "retained":
             shape[0] = min(tokens, rows_to_retain(shape[1]))
         elif shape and name not in OF_CLASSES:

@@ -219,9 +219,9 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream.value, device=device)
 
 
-def check(q: int) -> None:
-    if q:
-        raise RuntimeError(f"flce_ops: a kernel could not be launched again, the CUDA driver says CUresult {q}")
+def check(status: int) -> None:  # a CUresult
+    if status:
+        raise RuntimeError(f"flce_ops: a kernel could not be launched again, the CUDA driver says CUresult {status}")
 
 
 @functools.cache

@@ -56,8 +56,8 @@ ALIGNMENT = 512  # bytes that an allocation's address is a multiple of, as in to
 # kernel again if such an argument is 1 or a multiple of 16. If a distance between rows is among them, the kernel rounds
 # it up to a multiple of 16 (valid_tokens.py).
 VARIES_WITH_TOKENS = {
-    *("N", "n", "rows", "rows_per_split", "first_rows", "count", "numbers", "room"),
-    *("B", "G", "K", "L", "P", "W", "depth_of_splits", "first_tile", "steps"),
+    *("N", "n", "rows", "rows_per_split", "first_rows", "numbers", "room"),
+    *("B", "L", "P", "depth_of_splits", "first_tile", "steps"),
 }
 KNOBS = triton.knobs.runtime
 INTERPRETED = KNOBS.interpret  # Triton reads it when a kernel is defined
@@ -118,7 +118,7 @@ class Recording(UncompiledDispatchMode):
         self.given = sorted((*extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
         ends = [stop for _, stop, _ in self.given]
         if any(stop > start for stop, (start, *_) in zip(ends, self.given[1:])):
-            raise NotRepeatable("an address would not tell whose it is")
+            raise NotRepeatable("two arguments overlap, so an address may belong to either")
         self.capture = capture
         self.allocating = allocating  # a context: allocations come from the caller's stream, as usual
         self.temporaries: list[Temporary] = []

@@ -135,8 +135,8 @@ def topk_logits_kernel(
     rows_ptr,  # (n, D) of the valid tokens
     operands,  # Operands
     linear_weight,  # Matrix, (V, D)
-    # AtTarget, out: logit its `logit` is 0 for classes of other ranks. Its `reference` is the logit of column 0 on
-    # entry, and the largest logit on return
+    # AtTarget, out. `logit` is 0 for classes of other ranks. `reference` is the logit of column 0 on entry, and the
+    # largest logit on return.
     at_target,
     V,
     D,

@@ -53,5 +53,5 @@ def scale_of_rows(reduction, valid_tokens, token, mask):
         return tl.div_rn(1.0, divisor_of_mean(reduction, valid_tokens.total))
 
 
-def launch_sum_losses(losses: Tensor, reduction: Reduction, kept_total: Tensor, loss: Tensor) -> None:
-    sum_losses_kernel[(1,)](losses, reduction, kept_total, loss, losses.shape[0], BLOCK=4096, num_warps=8)
+def launch_sum_losses(losses: Tensor, reduction: Reduction, valid_total: Tensor, loss: Tensor) -> None:
+    sum_losses_kernel[(1,)](losses, reduction, valid_total, loss, losses.shape[0], BLOCK=4096, num_warps=8)

@@ -1,5 +1,5 @@
-"""Splits a float64 number of a kernel into two float32 numbers whose sum it is. `two_sum` in flce_ops/math/precision.py
-is the same for ATen.
+"""Splits a float64 number of a kernel into two float32 numbers whose sum it is. `two_sum` in
+flce_ops/math/statistics.py is the same for ATen.
 """
 
 import triton
@@ -44,7 +44,7 @@ def sum_from_lse(logit_sum2, class_weight_sum, lse2):
 
 @triton.jit
 def surprisal_in_nats(target_logit2, reference2, log2_sum):
-    """The same bits as `surprisal` in flce_ops/math/log_probs.py: the target's logit is rounded to nats before the
+    """The same bits as `surprisal` in flce_ops/math/statistics.py: the target's logit is rounded to nats before the
     difference.
     """
     lse, rest = lse_in_nats(reference2, log2_sum)

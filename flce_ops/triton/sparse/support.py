@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from ... import meta
 from ...math.options import changed
-from ...meta.all_classes import gradients_of_all_classes, with_all_classes
+from ...meta.all_classes import NOTE, gradients_of_all_classes, with_all_classes
 from ...meta.arguments import SupportBackward, SupportForward
 from ...meta.call import takes
 from ...support.integers import cdiv, next_power_of_2
@@ -172,9 +172,9 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
     num_classes = linear_weight.shape[0]
     *of_rows, products = results
     products.zero_()  # the buffer may be longer than the lists, and no kernel writes the rest of it
-    all_classes = num_classes if call.vocab_size is None else call.vocab_size
     with torch.cuda.device_of(input):
-        assert_in_range(in_range(target, all_classes, call.ignore_index).all(), target, all_classes, call.ignore_index)
+        inside = in_range(target, call.num_classes, call.ignore_index).all()
+        assert_in_range(inside, target, call.num_classes, call.ignore_index)
         support_products_kernel[(tokens,)](
             call.operands,
             call.support,
@@ -201,9 +201,6 @@ def launch_forward(call: SupportForward) -> meta.Outputs:
         with_all_classes(call, results)
     record_run(call, tokens, 1, NOTE)
     return results
-
-
-NOTE = "the classes of a support are gathered"
 
 
 def vectors(call: SupportForward | SupportBackward) -> dict[str, Tensor | None]:

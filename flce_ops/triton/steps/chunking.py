@@ -94,7 +94,8 @@ def chunk_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs
     """Chunks that are the same on all ranks, because they depend on the size of the largest shard only."""
     problem = problem_of(input.shape[0], input, output_mask, sum_pairs=sum_pairs)
     problem = problem._replace(vocab=shard, weight_tiles=WEIGHT_TILES["hopper"])  # the same tiles on every device
-    chunks, fitting = slices(problem.tokens, problem.fitting()), problem.fitting()
+    fitting = problem.fitting()  # once: another thread may change the workspace
+    chunks = slices(problem.tokens, fitting)
     products = product_bytes(fitting, chunks[0].stop, shard, problem.hidden, problem.itemsize)
     return Chunking(None, chunks, False, products)
 

@@ -52,7 +52,7 @@ class LowRankStep(OnePassStep):
         self, chunk: slice, rows: Tensor, pieces: ClassSlices, scratch: Tensor | None = None
     ) -> tuple[Tokens, FinishedRows]:
         input, grad_input = self.pair.input, self.of_pair.grad_input
-        # h is stored in the memory of its gradient until then
+        # h is stored in the memory of its gradient, which the chunk writes last
         own = input.new_empty(rows.shape[0], input.shape[1]) if grad_input is None else grad_input[chunk]
         launch_copy_rows(input, own, self.valid_tokens.of(chunk))
         self.pair_of_chunk = self.pair._replace(input=own)
