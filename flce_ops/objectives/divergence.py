@@ -108,7 +108,7 @@ class Divergence:
     scale_of_sums: ClassVar[EntryFunction | None] = None  # a factor of G, e^divergence; None for 1
 
 
-class Forward(Divergence):
+class ForwardKL(Divergence):
     """K is the mass of p."""
 
     of_student = False
@@ -137,14 +137,14 @@ class ClassProbabilities(Divergence):
     def of_entry(log_q, p, beta):
         return where(p == 0.0, 0.0, -p * log_q), p
 
-    of_sums = Forward.of_sums
+    of_sums = ForwardKL.of_sums
 
     @EntryFunction
     def gradient(log_q, p, number, scale, beta):
         return (exp(log_q) * number - p) * scale
 
 
-class Reverse(Divergence):
+class ReverseKL(Divergence):
     @EntryFunction
     def of_entry(log_q, log_p, beta):
         q = exp(log_q)
@@ -220,8 +220,8 @@ class NegativeLogAcceptance(TotalVariation):
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {
-    "forward": Forward,
-    "reverse": Reverse,
+    "forward": ForwardKL,
+    "reverse": ReverseKL,
     "jsd": JensenShannon,
     "tv": TotalVariation,
     "nla": NegativeLogAcceptance,

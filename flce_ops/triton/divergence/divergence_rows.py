@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...objectives.divergence import Divergence, Forward, TotalVariation
+from ...objectives.divergence import Divergence, ForwardKL, TotalVariation
 from ...objectives.in_triton import LN2, number
 from ...support.integers import cdiv
 from ..gemm.device import interpreted
@@ -274,7 +274,7 @@ class Rows:
         self.scale_of_sums: Tensor | None = None
         self.tiles_of_sums = 2 if issubclass(self.kind, TotalVariation) else 1
         # the other divergences need a sum over the row before G; so do given probabilities, which may not add up to 1
-        self.gradient_at_once = self.kind is Forward and teacher is not None
+        self.gradient_at_once = self.kind is ForwardKL and teacher is not None
 
     def add_up(self, sums: Tensor, gradient: Tensor | None, scale: RowScale | None) -> Tensor:
         """Writes the (s, T, n) sums of the tiles and returns the (s, n) sums of the rows. Makes G, too, if it needs no

@@ -208,7 +208,7 @@ def vectors(call: SupportForward | SupportBackward) -> dict[str, Tensor | None]:
     return {"target": target, "linear_bias": linear_bias}
 
 
-class Problem(NamedTuple):
+class EntriesProblem(NamedTuple):
     """What the gradients of entries are made of."""
 
     target: Tensor  # (N,)
@@ -255,7 +255,7 @@ def gradients_of_entries(lists, problem, token, place, here):
 @Kernel
 def support_gradient_kernel(
     classes,  # Lists of each token's classes
-    problem,  # Problem
+    problem,  # EntriesProblem
     entries_ptr,  # (E,) int64, out: the entry's gradient and its class, for gather_sums.py
     BLOCK: tl.constexpr,
 ):
@@ -276,7 +276,7 @@ def launch_backward(call: SupportBackward) -> meta.Gradients:
     tokens, num_classes = input.shape[0], linear_weight.shape[0]
     known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     numbers, (classes, begins, ends, _) = numbers_in_kernel(call.logits), call.support
-    problem = Problem(target, call.products, changed(known, Tensor.contiguous), numbers, call.vocab_start)
+    problem = EntriesProblem(target, call.products, changed(known, Tensor.contiguous), numbers, call.vocab_start)
     of_tokens = Lists(classes, ends - begins, behind=ends)
     want_input, want_weight, want_bias = call.output_mask
     with torch.cuda.device_of(input):
