@@ -11,7 +11,9 @@ from interpreter import let_tensor_maps_add
 from test_triton_interpreter import assert_close, double, logit_options, operands
 
 from flce_ops import aten
-from flce_ops.meta.arguments import Forward
+from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.meta.arguments import Forward, KlDivForward, KlDivWithGrad
+from flce_ops.support.workspace import get_workspace
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 from flce_ops.triton.gemm import device, logits_gemm, padded_features
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
@@ -87,6 +89,29 @@ def test_features_are_padded_for_maps_and_forwards_buffer_is_not(monkeypatch):
     call = Forward.bind(x, w, target, None, None, main_grad=torch.zeros(67, 37))
     (sums,) = launch(call)
     assert seen == [(48, None)] and torch.equal(sums, x.sum(1))
+
+
+@pytest.mark.parametrize("operator", [Forward, KlDivForward, KlDivWithGrad])
+def test_ranks_with_shards_of_different_sizes_keep_the_same_workspace(operator, monkeypatch):
+    """Otherwise they would have different chunks, of each of which they exchange numbers, and wait for ever."""
+    monkeypatch.setattr(padded_features, "on_tma_device", lambda tensor: True)
+    left = []
+
+    @padded_features.with_padded_features
+    def launch(call):
+        left.append((call.operands.input.shape[1], get_workspace()))
+        return (call.operands.input.sum(1),)
+
+    sharing = {"group": "two ranks", "ranks": 2, "vocab_size": 99}
+    for classes in (64, 35):
+        x, w, target, *_ = operands((5, 37, classes), torch.float16, {})
+        if operator is Forward:
+            launch(Forward.bind(x, w, target, None, None, **sharing))
+            continue
+        teacher = KlDivOperands(x, w, None, torch.randn(5, 16), torch.randn(classes, 16), None, None, None)
+        own = {"row_scale": torch.ones(5), "output_mask": [True] * 3} if operator is KlDivWithGrad else {}
+        launch(operator.bind(*teacher, **own, **sharing))
+    assert left[0] == left[1] and left[0][0] == 48
 
 
 def test_only_a_layout_that_maps_can_read_is_read_by_them(monkeypatch):

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...math.kl_div_arguments import KlDivOptions
+from ...math.shards import shard_rows
 from ...meta.arguments import Forward
 from ...support.workspace import get_workspace, reserved
 from ..rows.copy_rows import copied_rows
@@ -35,7 +37,7 @@ def with_padded_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callabl
         input, linear_weight = call.operands[:2]
         hidden, size = input.shape[1], input.element_size()
         missing = -hidden % MULTIPLE
-        copies = 2 * (input.shape[0] + linear_weight.shape[0]) * (hidden + missing) * size
+        copies = 2 * (input.shape[0] + classes_of_largest_shard(call)) * (hidden + missing) * size
         if not missing or copies > 3 * get_workspace() // 4 or not on_tma_device(input):
             return launch(call)
         input, linear_weight = copied_rows((input, linear_weight), hidden + missing)
@@ -50,3 +52,13 @@ def with_padded_features(launch: Callable[[Any], tuple[Tensor, ...]]) -> Callabl
         return tuple(next(matrices) if matrix else result for result, matrix in zip(results, is_matrix))
 
     return run
+
+
+def classes_of_largest_shard(call: Any) -> int:
+    """The rows of the largest rank's linear_weight. Ranks that share a vocabulary exchange numbers once a chunk, so the
+    copies must take the same bytes of the workspace on all of them: otherwise they would have different chunks.
+    """
+    options = vars(call).get("options")
+    shared = options if isinstance(options, KlDivOptions) else call
+    ranks = getattr(shared, "ranks", 1)
+    return call.operands.linear_weight.shape[0] if ranks == 1 else shard_rows(shared.vocab_size, ranks)
