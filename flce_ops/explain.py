@@ -41,7 +41,8 @@ from .support.table import Path, choose
 
 
 def explain(function: Callable, *args, **kwargs) -> str:
-    """What ``function(*args, **kwargs)`` would run and why, without running it.
+    """What ``function(*args, **kwargs)`` would run and why, without running it. Whether the call accepts its arguments
+    is not checked.
 
     Args:
         function: ``flce_ops.linear_cross_entropy``, ``linear_log_probs``, ``linear_policy_loss``, ``linear_kl_div`` or
@@ -54,7 +55,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
     Raises:
         TypeError: another function, or arguments that the function does not take.
-        NotImplementedError: arguments that the function does not implement together.
+        NotImplementedError: arguments for which no operator exists, because the call refuses them together.
 
     Example::
 

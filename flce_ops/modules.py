@@ -285,6 +285,8 @@ class LinearCrossEntropyHead(nn.Linear):
             type(self).__name__, misnamed, "input", "target", "return_metrics", *HeadKeywords.__annotations__
         )
         if target is None:
+            if return_metrics:
+                raise TypeError(f"{type(self).__name__}: return_metrics is of a loss, which needs a target, got None")
             return self.logits(input)
         return linear_cross_entropy(
             input,

@@ -58,7 +58,7 @@ def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> 
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
     teacher_numbers = LogitNumbers(call.teacher_softcap, teacher_scale, temperature)
-    teacher = logit_options(teacher_numbers, teacher_like, token_temperature)
+    teacher = logit_options(teacher_numbers, teacher_like, token_temperature, "teacher_")
     return KlDivOptions(
         kind=kind,
         beta=scalar(call.beta, input) if kind == "jsd" else None,
@@ -73,7 +73,7 @@ def resolve_kind(kind: str, beta: Number) -> str:
     """The kind to compute. At beta = 0 and 1, "jsd" is 0 by its formula. It then stands for the divergence to which jsd
     / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
-    if kind != "jsd" or 0.0 < beta < 1.0:
+    if 0.0 < beta < 1.0 or kind != "jsd" and 0.0 <= beta <= 1.0:
         check_kind(OP, kind)
         return kind
     if beta not in (0.0, 1.0):

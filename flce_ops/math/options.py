@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import SymFloat, Tensor
 
+from ..support.running import running
 from .sparse_gradient import SparseGradient
 from .support import TokenIds
 
@@ -227,21 +228,25 @@ RANGES: Ranges = {
 Number = float  # also an int, or a SymFloat as above; torch's stubs lack the product of a SymFloat and a tensor
 
 
-def scalar(value: Number, like: Tensor) -> Tensor:  # ()
-    """`value` as a tensor, on the device and in the accumulation dtype of `like`."""
+def scalar(value: Number, like: Tensor, name: str = "a number") -> Tensor:  # ()
+    """`value` as a tensor, on the device and in the accumulation dtype of `like`. `name` is its argument's, for an
+    error.
+    """
     dtype = accumulation_dtype(like.dtype)
     if isinstance(value, SymFloat):
         return torch.ones((), dtype=dtype, device=like.device) * value
+    if torch.finfo(dtype).max < abs(value) < inf:
+        raise ValueError(f"{running.function or 'flce_ops'}: expected {name} in the range of {dtype}, got {value}")
     return torch.full((), value, dtype=dtype, device=like.device)
 
 
-def scalar_unless(neutral: float, value: Number | None, like: Tensor) -> Tensor | None:  # ()
+def scalar_unless(neutral: float, value: Number | None, like: Tensor, name: str) -> Tensor | None:  # ()
     """`scalar(value)`, or None if the option has no effect because its value is `neutral`. A value that is symbolic in
     a traced graph counts as having an effect.
     """
     if value is None or (not isinstance(value, SymFloat) and value == neutral):
         return None
-    return scalar(value, like)
+    return scalar(value, like, name)
 
 
 def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
@@ -252,10 +257,15 @@ def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tenso
         return normalizer
     if torch.compiler.is_compiling():
         return scalar(1.0, like) * normalizer
-    return scalar(normalizer, like)
+    return scalar(normalizer, like, "normalizer")
 
 
-def logit_options(numbers: Any, like: Tensor, token_temperature: Tensor | None = None) -> LogitOptions:
+def logit_options(
+    numbers: Any,
+    like: Tensor,
+    token_temperature: Tensor | None = None,
+    of: str = "",  # before a name in an error
+) -> LogitOptions:
     """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
     into both options:
 
@@ -263,14 +273,15 @@ def logit_options(numbers: Any, like: Tensor, token_temperature: Tensor | None =
 
     If `token_temperature` (N,) is given, it replaces the number tau, and both options become (N,).
     """
-    divisor = scalar_unless(1.0, numbers.temperature, like)
+    divisor = scalar_unless(1.0, numbers.temperature, like, "temperature")
     if token_temperature is not None:
         divisor = token_temperature.to(accumulation_dtype(like.dtype))
-    cap = None if numbers.softcap is None else scalar(numbers.softcap, like)
+    cap = None if numbers.softcap is None else scalar(numbers.softcap, like, f"{of}softcap")
     if divisor is None:
-        return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like))
+        return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like, f"{of}logit_scale"))
     # divides tensors: on torch 2.11 a quotient of SymFloats is a constant of the graph
-    return LogitOptions(None if cap is None else cap / divisor, scalar(numbers.logit_scale, like) / divisor)
+    scale = scalar(numbers.logit_scale, like, f"{of}logit_scale")
+    return LogitOptions(None if cap is None else cap / divisor, scale / divisor)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -55,7 +55,7 @@ def loss_options(numbers: LossNumbers | LogitNumbers, like: Tensor) -> LossOptio
     for name in LossOptions._fields:
         default = LossNumbers._field_defaults[name]
         value = getattr(numbers, name, default)
-        options.append(scalar_unless(default, value, like) if name in NUMBERS else value)
+        options.append(scalar_unless(default, value, like, name) if name in NUMBERS else value)
     return LossOptions(*options)
 
 

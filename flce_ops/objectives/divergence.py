@@ -69,18 +69,14 @@ def log_ratio(log_q: Tensor, log_p: Tensor, q: Tensor) -> Tensor:
 def log_ratios_to_mixture(log_q: Tensor, log_p: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """log q - log m = -log(1 - beta + beta e^a), log p - log m = -log(beta + (1 - beta) e^-a), with a = log p - log q.
 
-    In this form the rounding error is relative to the size of the result, which is bounded for a given beta. If log m
-    were computed first, the error would be relative to the size of log q.
+    The one whose distribution has more of the class is -log1p(w (e^-|a| - 1)) with w = beta or 1 - beta, and the other
+    is less by |a|. In this form the rounding error is relative to |a|. If log m were computed first, the error would be
+    relative to the size of log q; if the logarithms of beta and 1 - beta were added, to those, and equal models would
+    not have 0.
     """
-    a, own, others = log_p - log_q, torch.log1p(-beta), beta.log()
-    return log_of_sum(a + others, own).neg_(), log_of_sum(own - a, others).neg_()
-
-
-def log_of_sum(x: Tensor, y: Tensor) -> Tensor:
-    """Same as torch.logaddexp, whose bits on a CPU depend on a number's place in memory; the bits of this function do
-    not.
-    """
-    return torch.maximum(x, y).add_((x - y).abs_().neg_().exp_().log1p_())
+    a = log_p - log_q
+    larger = a.abs().neg_().expm1_().mul_(torch.where(a > 0.0, 1.0 - beta, beta)).log1p_().neg_()
+    return larger - a.clamp(min=0.0), larger + a.clamp(max=0.0)
 
 
 def below(q: Tensor, p: Tensor) -> Tensor:

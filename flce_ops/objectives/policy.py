@@ -100,10 +100,10 @@ class Policy(RowObjective):
         no_kl = tokens.ref_log_probs is None and numbers.beta == 0.0
         return PolicyOptions(
             numbers.objective,
-            scalar(numbers.clip_low, like),
-            scalar(numbers.clip_high, like),
-            None if numbers.dual_clip is None else scalar(numbers.dual_clip, like),
-            None if no_kl else scalar_unless(0.0, numbers.beta, like),
+            scalar(numbers.clip_low, like, "clip_low"),
+            scalar(numbers.clip_high, like, "clip_high"),
+            None if numbers.dual_clip is None else scalar(numbers.dual_clip, like, "dual_clip"),
+            None if no_kl else scalar_unless(0.0, numbers.beta, like, "beta"),
             numbers.kl_estimator,
         )
 

@@ -133,7 +133,7 @@ class RowObjective(RowNumbers):
     @classmethod
     def made_of(cls, numbers: Any, tokens: Any, like: Tensor) -> Any:
         """`options` from the user's numbers."""
-        return cls.options_of(*(scalar(value, like) for value in numbers))
+        return cls.options_of(*(scalar(value, like, name) for name, value in zip(numbers._fields, numbers)))
 
     @RowFunction
     def of_row(value, slope, lse, logit_sum, at, objective):

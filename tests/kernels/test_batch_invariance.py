@@ -5,6 +5,8 @@ benchmarks/batch_invariance.py says what is computed for a token and what must n
 
 # N tokens, D hidden, V vocabulary
 
+import math
+
 import pytest
 import torch
 from inputs import scalars
@@ -71,18 +73,21 @@ def test_products_of_any_number_of_rows(dtype, bias):
 
 
 def test_the_mixture_of_a_divergence_does_not_depend_on_where_a_number_stands():
-    from flce_ops.objectives.divergence import log_of_sum
+    from flce_ops.objectives.divergence import log_ratios_to_mixture
 
-    x, y = torch.randn(2, 1003)
-    whole = log_of_sum(x, y)
+    def ratios(log_q, log_p):
+        return torch.stack(log_ratios_to_mixture(log_q.clone(), log_p.clone(), torch.tensor(0.3)))
+
+    log_q, log_p = torch.randn(2, 1003)
+    whole = ratios(log_q, log_p)
     for start in range(16):
-        assert torch.equal(log_of_sum(x[start : start + 5], y[start : start + 5]), whole[start : start + 5])
-    torch.testing.assert_close(whole, torch.logaddexp(x, y))
-    infinite = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
-    for value in infinite:
-        found, expected = (f(infinite[:2], value.expand(2)) for f in (log_of_sum, torch.logaddexp))
-        finite = value.isfinite() | value.isnan()
-        assert not finite or torch.equal(found.nan_to_num(), expected.nan_to_num())
+        part = slice(start, start + 5)
+        assert torch.equal(ratios(log_q[part], log_p[part]), whole[:, part])
+    log_m = torch.logaddexp(log_p + math.log(0.3), log_q + math.log(0.7))
+    torch.testing.assert_close(whole, torch.stack([log_q - log_m, log_p - log_m]))
+    finite, nothing, everything = torch.zeros(2), torch.tensor([-torch.inf, 0.0]), torch.tensor([0.0, -torch.inf])
+    torch.testing.assert_close(ratios(nothing, finite)[1, 0], -torch.tensor(0.3).log())
+    torch.testing.assert_close(ratios(finite, everything)[0, 1], -torch.tensor(0.7).log())
 
 
 # ---------------------------------------------------------------- the Triton kernels

@@ -161,6 +161,19 @@ def test_sure_tokens_near_the_teacher(device, softcap, kind, dtype, poisoned_mem
     assert error(found, exact) <= 1.1 * error(plain, exact)
 
 
+@pytest.mark.parametrize("beta", [0.1, 0.3, 0.45, 0.5, 0.7])
+def test_jsd_near_the_teacher(device, beta):
+    """The logarithms of beta and 1 - beta, added, are off by 3e-8; that is all of a divergence this near."""
+    pair = make_pair((64, 16, 16, 1000), device=device, requires_grad=False)
+    pair["teacher_input"], pair["teacher_weight"] = pair["input"], pair["linear_weight"].clone()
+    options = {"kind": "jsd", "beta": beta, "reduction": "none"}
+    assert not flce_ops.linear_kl_div(**pair, **options).any()
+    pair["linear_weight"] += 1e-3 * torch.randn_like(pair["linear_weight"])
+    exact = plain_divergence(**clone(pair, torch.float64), **options)
+    found, plain = (function(**pair, **options) for function in (flce_ops.linear_kl_div, plain_divergence))
+    assert error(found, exact) <= 0.2 * error(plain, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_weight_gradient_over_chunks_is_rounded_once(device, dtype):
     pair = make_pair((2000, 16, 12, 61), device=device, dtype=dtype)

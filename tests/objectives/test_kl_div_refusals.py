@@ -61,6 +61,7 @@ REFUSED = {
     "flat weight": ({"linear_weight": lambda p: p["linear_weight"].flatten()}, ValueError, "FSDP1"),
     "kind": ({"kind": "kl"}, ValueError, "expected kind to be one of forward, reverse, jsd, tv, nla, got 'kl'"),
     "beta": ({"kind": "jsd", "beta": 1.5}, ValueError, "expected beta in [0, 1], got 1.5"),
+    "another kind's beta": ({"kind": "forward", "beta": 2.0}, ValueError, "expected beta in [0, 1], got 2.0"),
     "reduction": ({"reduction": "batchmean"}, ValueError, "expected reduction to be one of"),
     "softcap": ({"teacher_softcap": 0.0}, ValueError, "expected teacher_softcap to be positive"),
     "target's shape": ({"target": lambda p: p["target"][1:]}, ValueError, "expected target of shape (12,)"),

@@ -139,6 +139,8 @@ def test_head_gives_logits_or_loss(device, bias):
     logits = head(inputs.input)
     assert error(logits, dense_logits(inputs.input, head.weight, head.bias, **SCORES)) < 1e-14
     assert error(head(inputs.input, inputs.target), F.cross_entropy(logits, inputs.target)) < 1e-13
+    with pytest.raises(TypeError, match="LinearCrossEntropyHead: return_metrics is of a loss, which needs a target"):
+        head(inputs.input, None, return_metrics=True)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
