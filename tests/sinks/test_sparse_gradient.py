@@ -237,7 +237,8 @@ def test_a_compiled_step_and_a_checkpoint_keep_the_same_entries(device, objectiv
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_transform_of_torch_func_keeps_the_same_entries(objective):
-    inputs = make_inputs((24, 8, 300))
+    # in float32 the two paths round p differently, and in one draw of about a thousand they keep another entry
+    inputs = make_inputs((24, 8, 300), dtype=torch.float64)
     options = sparse()
     expected = torch.autograd.grad(objective(*inputs.args, **options), list(inputs.leaves.values()))
     input, weight, target, _ = inputs.args
@@ -247,10 +248,10 @@ def test_a_transform_of_torch_func_keeps_the_same_entries(objective):
 
     found = torch.func.grad(of_operands, argnums=(0, 1))(input.detach(), weight.detach())
     for ours, exact in zip(found, expected, strict=True):
-        assert error(ours, exact) < 2e-6
+        assert error(ours, exact) < 1e-13
     stacked = torch.stack([input, 2.0 * input]).detach()
     batched = torch.func.vmap(torch.func.grad(of_operands), in_dims=(0, None))(stacked, weight.detach())
-    assert error(batched[0], expected[0]) < 2e-6
+    assert error(batched[0], expected[0]) < 1e-13
 
 
 @pytest.mark.parametrize("gradient_sparse, other", [("input", "linear_weight"), ("linear_weight", "input")])
