@@ -34,6 +34,12 @@ def places_of(support):
     return torch.cat([torch.arange(begin, end) for begin, end in zip(support.begins, support.ends)])
 
 
+def off(ours, exact):
+    """The error relative to the numbers, or to 1, the size of the products that may add up to nearly 0."""
+    size = float(exact.double().norm())
+    return error(ours, exact) * (min(size, 1.0) if size else 1.0)
+
+
 def double(*tensors):
     return [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
 
@@ -58,7 +64,7 @@ def test_rows_and_gradients_are_those_of_aten_in_float64(
         if number == 4:
             assert torch.equal(ours, exact)
         elif number != 7:  # what the rounding of lse took
-            assert error(ours, exact) <= TOLERANCE[dtype], number
+            assert off(ours, exact) <= TOLERANCE[dtype], number
     cotangents = [torch.randn(shape[0]) for _ in range(3)]
     every = {"output_mask": [True, True, bias]}
 
@@ -140,7 +146,7 @@ def test_a_shard_has_its_own_classes(classes):
         here = truth[1].isfinite() if number in (2, 5) else torch.ones_like(exact, dtype=torch.bool)
         ours, exact = ours[here].double(), exact[here].double()
         assert torch.equal(ours.isinf(), exact.isinf()), number
-        assert error(ours.nan_to_num(neginf=0.0), exact.nan_to_num(neginf=0.0)) < 3e-6, number
+        assert off(ours.nan_to_num(neginf=0.0), exact.nan_to_num(neginf=0.0)) < 3e-6, number
 
 
 @interpreter
