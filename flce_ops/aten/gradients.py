@@ -16,6 +16,7 @@ from torch import Tensor
 from ..math.options import accumulation_dtype
 from ..math.sparse_gradient import Draws, Shard, keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, VocabParallelWithGrad, WithGrad
+from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
 from .chunks import product_dtype, product_is_rounded, readable, readable_columns, rows_of, rows_per_chunk
 
@@ -43,7 +44,7 @@ def rows_beside_gradients(
     """How many rows of a chunk fit the workspace beside the float32 sum of grad_linear_weight, if there is one."""
     rows = rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
     elements = num_classes * input.shape[1] * want_weight
-    if not sums_in_float32(input, elements, -(-input.shape[0] // rows)):
+    if not sums_in_float32(input, elements, cdiv(input.shape[0], rows)):
         return rows
     return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
@@ -77,7 +78,7 @@ class GradientAccumulator(Accumulator):
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
         accumulate = accumulation_dtype(input.dtype)
         self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
-        if sums_in_float32(input, self.weight_sum.numel(), -(-input.shape[0] // rows)):
+        if sums_in_float32(input, self.weight_sum.numel(), cdiv(input.shape[0], rows)):
             self.weight_sum = self.weight_sum.to(accumulate)  # the same tensor if it has that dtype
         self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
 

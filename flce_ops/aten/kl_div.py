@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import accumulation_dtype
-from ..math.shards import log_denominator
+from ..math.shards import log_denominator, shard_rows
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, Divergence
 from ..support.exchange import all_reduce
+from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator
@@ -44,7 +45,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     shards.
     """
     input, linear_weight = operands.input, operands.linear_weight
-    classes = linear_weight.shape[0] if options.vocab_size is None else -(-options.vocab_size // options.ranks)
+    classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
     accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
     half = own < accumulate
     matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # one more for dz/du
@@ -197,7 +198,7 @@ def finish_rows(
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
     """Splits rows into blocks, so that the temporaries of a block together are smaller than one matrix."""
     rows, classes = matrix.shape
-    step = max(-(-rows // 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
+    step = max(cdiv(rows, 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
     yield from cut(0, rows, step)
 
 

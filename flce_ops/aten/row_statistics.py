@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from ..math.options import Statistics
 from ..math.shards import Exchange, argmax_of_shards, shard_rows
+from ..support.integers import cdiv
 from .chunks import CLASSES_OF_EQUAL_BITS
 
 # n rows of a chunk or of a block of one, V vocabulary, v classes of this rank, R ranks
@@ -48,8 +49,8 @@ ALL_AT_ONCE = OverClasses()
 class InBlocks(OverClasses):
     def __init__(self, exchange: Exchange, vocab_start: int, num_classes: int) -> None:
         self.exchange, self.vocab_start = exchange, vocab_start
-        self.num_classes, self.blocks = num_classes, -(-num_classes // BLOCK)  # of all ranks
-        self.blocks_of_rank = -(-shard_rows(num_classes, exchange.ranks) // BLOCK)
+        self.num_classes, self.blocks = num_classes, cdiv(num_classes, BLOCK)  # of all ranks
+        self.blocks_of_rank = cdiv(shard_rows(num_classes, exchange.ranks), BLOCK)
 
     def sum(self, numbers: Tensor) -> Tensor:
         whole = numbers.shape[1] // BLOCK * BLOCK

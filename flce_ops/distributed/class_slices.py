@@ -25,6 +25,7 @@ from ..math.options import Operands, TokenLosses, accumulation_dtype
 from ..math.statistics import Rows, asked_of_rows
 from ..meta.checks import is_quantized
 from ..support.holes import refuse_hole
+from ..support.integers import cdiv
 from ..support.workspace import get_workspace
 from .vocab_parallel import rows_of_shard, whole_rows
 
@@ -69,7 +70,7 @@ def dequantized_blocks(weight: Tensor, state: Any, classes: slice) -> Tensor:  #
     bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")
     count, features = classes.stop - classes.start, state.shape[1]
     first, numbers = classes.start * features, count * features
-    blocks = slice(first // state.blocksize, -(-(first + numbers) // state.blocksize))
+    blocks = slice(first // state.blocksize, cdiv(first + numbers, state.blocksize))
     scales = state.absmax
     if state.nested:  # V D / blocksize scales, which are small compared with a slice
         scales = bitsandbytes.dequantize_blockwise(scales, state.state2).add_(state.offset)

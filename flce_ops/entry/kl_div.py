@@ -73,12 +73,12 @@ def resolve_kind(kind: str, beta: Number) -> str:
     """The kind to compute. At beta = 0 and 1, "jsd" is 0 by its formula. It then stands for the divergence to which jsd
     / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
-    if 0.0 < beta < 1.0 or kind != "jsd" and 0.0 <= beta <= 1.0:
-        check_kind(OP, kind)
-        return kind
-    if beta not in (0.0, 1.0):
+    check_kind(OP, kind)
+    if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{OP}: expected beta in [0, 1], got {beta}")
-    return "reverse" if beta else "forward"
+    if kind == "jsd" and beta in (0.0, 1.0):
+        return "reverse" if beta else "forward"
+    return kind
 
 
 def flatten_tokens(

@@ -184,7 +184,7 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
         learnt = apply_learnt_scale(name, *[(DEFAULTS[name] | given)[argument] for argument in (*read, "softcap")])
         given = {**given, **dict(zip(read, learnt))}
     if given.get("normalizer") is not None:
-        given["normalizer"] = normalizer_tensor(given["normalizer"], rows)
+        given["normalizer"] = normalizer_tensor(name, given["normalizer"], rows)
     if given.get("support") is not None:
         given["support"], given["support_offsets"] = parts_of_support(name, given["support"])
         if given.get("shift"):

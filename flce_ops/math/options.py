@@ -233,11 +233,16 @@ def scalar(value: Number, like: Tensor, name: str = "a number") -> Tensor:  # ()
     error.
     """
     dtype = accumulation_dtype(like.dtype)
+    check_in_range_of(dtype, running.function or "flce_ops", name, value)
     if isinstance(value, SymFloat):
         return torch.ones((), dtype=dtype, device=like.device) * value
-    if torch.finfo(dtype).max < abs(value) < inf:
-        raise ValueError(f"{running.function or 'flce_ops'}: expected {name} in the range of {dtype}, got {value}")
     return torch.full((), value, dtype=dtype, device=like.device)
+
+
+def check_in_range_of(dtype: torch.dtype, op: str, name: str, value: Number) -> None:
+    """Refuses a finite number that `dtype` would round to infinity. The check of a SymFloat is a guard of its graph."""
+    if torch.finfo(dtype).max < abs(value) < inf:
+        raise ValueError(f"{op}: expected {name} in the range of {dtype}, got {value}")
 
 
 def scalar_unless(neutral: float, value: Number | None, like: Tensor, name: str) -> Tensor | None:  # ()
@@ -249,15 +254,14 @@ def scalar_unless(neutral: float, value: Number | None, like: Tensor, name: str)
     return scalar(value, like, name)
 
 
-def normalizer_tensor(normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
+def normalizer_tensor(op: str, normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
     """A number becomes the tensor that the entry operators take. Dynamo traces this function. In the trace a SymFloat,
     too, counts as a float.
     """
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
-    if torch.compiler.is_compiling():
-        return scalar(1.0, like) * normalizer
-    return scalar(normalizer, like, "normalizer")
+    check_in_range_of(accumulation_dtype(like.dtype), op, "normalizer", normalizer)
+    return scalar(1.0, like) * normalizer if torch.compiler.is_compiling() else scalar(normalizer, like)
 
 
 def logit_options(

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from ..support.exchange import all_gather
 from ..support.holes import refuse_hole
+from ..support.integers import cdiv
 from .options import Statistics, TokenStatistics, changed
 from .statistics import statistics_of_shards, two_sum
 from .topk import in_columns, tokens_that_count
@@ -70,7 +71,7 @@ def argmax_of_shards(max_logit: Tensor, column: Tensor) -> Tensor:  # (R, N), (R
 
 def shard_rows(num_classes: int, ranks: int) -> int:
     """The rows of the largest shard."""
-    return -(-num_classes // ranks)
+    return cdiv(num_classes, ranks)
 
 
 def check_shards(op: str, num_classes: int, ranks: int, tile: int) -> None:

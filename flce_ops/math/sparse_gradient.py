@@ -33,6 +33,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..support.integers import cdiv
+
 # N tokens, n rows, V vocabulary, T tiles along it
 
 TILE = 2048  # classes that share a random number
@@ -93,7 +95,7 @@ def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
     The q of a row add up to at most 1 / threshold, times 1 + 2^-8 because the stored probabilities are rounded. Every
     target adds one entry, and every tile may round its number of entries up.
     """
-    tiles = -(-num_classes // TILE)
+    tiles = cdiv(num_classes, TILE)
     return min(num_classes, int((1.0 + 2.0**-8) / threshold) + 1 + topk + tiles)
 
 
@@ -133,7 +135,7 @@ def keep_entries(
     share = size.div_(limit)
     n, num_classes = grad_logits.shape
     start = 0 if shard is None else shard.start
-    tiles, before = range(start // TILE, -(-(start + num_classes) // TILE)), start % TILE
+    tiles, before = range(start // TILE, cdiv(start + num_classes, TILE)), start % TILE
     u, dither = uniforms(seed, draws.token, tiles)
     q = torch.where(below, share * ONE, ONE)
     q = torch.nn.functional.pad(q, (before, len(tiles) * TILE - before - num_classes))

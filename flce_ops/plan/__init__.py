@@ -9,6 +9,7 @@ weight.
 
 from dataclasses import dataclass, replace
 
+from ..support.integers import cdiv
 from ..support.workspace import get_workspace, workspace
 from .chunk_sizes import chunk_sizes_of_kernels
 from .devices import Device, device_of
@@ -80,6 +81,6 @@ def fully_sharded(head: Head, ranks: int, device: Device) -> Option:
     them.
     """
     local = on_one_gpu(f"flce_ops, FSDP over {ranks} GPUs", head, one_pass(head), device)
-    shards = 2 * -(-head.weight_bytes // ranks)
+    shards = 2 * cdiv(head.weight_bytes, ranks)
     gather_and_scatter = all_reduce_seconds(head.weight_bytes, ranks, device)
     return replace(local, tokens=ranks * head.tokens, peak=local.peak + shards, behind_blocks=gather_and_scatter)

@@ -14,6 +14,7 @@ from ..math.shards import shard_rows
 from ..meta import saved_columns
 from ..ops.call_facts import CallFacts
 from ..ops.paths import KERNELS, LOSS, rows_to_save
+from ..support.integers import cdiv
 from ..support.table import choose
 from ..support.workspace import matrix_bytes
 
@@ -237,7 +238,7 @@ def two_passes_aten(head: Head) -> StepCost:
 def aten(head: Head, passes: int, bytes_per_logit: int) -> StepCost:
     input, linear_weight = head.meta_tensors()
     rows = rows_beside_gradients(input, head.vocab, True)
-    size, elements, chunks = head.dtype.itemsize, head.vocab * head.hidden, -(-head.tokens // rows)
+    size, elements, chunks = head.dtype.itemsize, head.vocab * head.hidden, cdiv(head.tokens, rows)
     exact = sums_in_float32(input, elements, chunks)
     rounded = size if size < 4 else 0
     return StepCost(
@@ -279,7 +280,7 @@ def dense_compiled(head: Head) -> StepCost:
 def vocabulary_tiles(head: Head) -> int:
     from ..triton.steps.backward import BLOCK_V
 
-    return -(-head.vocab // BLOCK_V)
+    return cdiv(head.vocab, BLOCK_V)
 
 
 def scales_bytes(head: Head) -> int:

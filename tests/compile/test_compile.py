@@ -241,6 +241,22 @@ def test_normalizer_as_a_tensor_does_not_recompile(device):
     assert counter.count == 1
 
 
+@pytest.mark.parametrize("name", ["normalizer", "softcap", "logit_scale", "temperature", "z_loss"])
+def test_a_number_that_changes_compiles_twice_and_one_beyond_float32_is_refused(device, name):
+    """The second value makes the number an input of the graph, of which the range is a guard."""
+    inputs = make_inputs(device=device)
+    torch.compiler.reset()
+    loss, counter = compiled(lambda number: flce_ops.linear_cross_entropy(*inputs.args, **{name: number}))
+    for number in (2.0, 3.0, 5.0, 1e6):
+        torch.testing.assert_close(loss(number), flce_ops.linear_cross_entropy(*inputs.args, **{name: number}))
+    assert counter.count == 2
+    with pytest.raises(Exception, match=f"expected {name} (in the range of torch.float32|to be)|BUILD_STRING"):
+        loss(1e39)
+    assert counter.count == 2
+    loss(7.0)
+    assert counter.count == 2
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_compiled_double_backward_is_refused(device, reduction):
     """AOTAutograd has no second derivatives. It refuses them if the backward graph saved an input that needs a

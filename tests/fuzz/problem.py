@@ -266,7 +266,8 @@ class Problem:
             at["weight"] = torch.tanh(at["weight"])
         weight = at["weight"]
         if "tied" in relations:
-            at["input"] = torch.tanh(weight[at["ids"]])
+            ids = at["ids"]  # flattened, because torch traces a 0-d index as a number that depends on data
+            at["input"] = torch.tanh(weight[ids.flatten()]).view(*ids.shape, weight.shape[1])
         elif "same" in relations:
             at["input"] = weight
         if "trunk" in relations:

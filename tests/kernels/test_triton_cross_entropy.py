@@ -46,29 +46,31 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     numbers = scalars(made)
     of_logits = {name: numbers[name] for name in ("softcap", "logit_scale") if name in numbers}
 
-    def same(found, right):
-        assert error(found, right) <= TOLERANCE[dtype]
+    def same(found, right, plain):
+        """Where the terms of a gradient cancel, ATen's error in the same dtype is the measure."""
+        assert error(found, right) <= max(TOLERANCE[dtype], 2 * error(plain, right))
 
     asked = {"logit_sum": True, "argmax": True, **of_logits}
     found, right = (f(x, target, weight, **asked) for f, x in ((triton.launch_forward, logits), (aten.forward, exact)))
     for number, expected in zip(found[:4], right[:4]):
         assert error(number, expected) <= TOLERANCE[torch.float32]
     cotangents = [torch.randn(shape[0]) for _ in range(3)]
+    of_row = (*cotangents, logits, target, weight, found[1], found[4])
+    exact_row = (*cotangents, exact, target, weight, right[1], right[4])
     same(
-        triton.launch_backward(*cotangents, logits, target, weight, found[1], found[4], **of_logits),
-        aten.backward(*cotangents, exact, target, weight, right[1], right[4], **of_logits),
+        triton.launch_backward(*of_row, **of_logits),
+        aten.backward(*exact_row, **of_logits),
+        aten.backward(*of_row, **of_logits),
     )
     scale = torch.rand(shape[0]).where(target >= 0, 0.0)
-    found = triton.launch_with_grad(logits, target, weight, scale, argmax=True, **numbers)
-    right = aten.with_grad(exact, target, weight, scale.double(), argmax=True, **numbers)
-    for number, expected in zip(found, right):
-        same(number, expected)
-    for divisor in (None, torch.tensor(2.5)):
-        mean = triton.launch_with_grad(logits, target, weight, None, divisor, argmax=True, **numbers)
-        divisor = None if divisor is None else divisor.double()
-        right = aten.with_grad(exact, target, weight, None, divisor, argmax=True, **numbers)
-        for number, expected in zip(mean, right):
-            same(number, expected)
+    for row_scale, divisor in ((None, None), (None, torch.tensor(2.5)), (scale, None)):
+        factors = (weight, row_scale, divisor)
+        in_double = (weight, *(None if factor is None else factor.double() for factor in factors[1:]))
+        found = triton.launch_with_grad(logits, target, *factors, argmax=True, **numbers)
+        right = aten.with_grad(exact, target, *in_double, argmax=True, **numbers)
+        plain = aten.with_grad(logits, target, *factors, argmax=True, **numbers)
+        for results in zip(found, right, plain, strict=True):
+            same(*results)
     neighbours = memory[:, shape[1] :].clone()
     triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())

@@ -348,7 +348,7 @@ def test_an_integer_that_is_too_large_is_refused_by_name(function):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_a_number_that_float32_does_not_hold_is_refused_by_name(function):
     for name in parameters_of_kind(function, float):
-        with pytest.raises(ValueError, match=rf"^({function.__name__}|flce_ops): expected {name} "):
+        with pytest.raises(ValueError, match=rf"^{function.__name__}: expected {name} "):
             function(**FUNCTIONS[function], **{name: 1e39})
 
 

@@ -84,7 +84,7 @@ def loss_of_pair(
     **options: Any,
 ) -> Tensor:  # ()
     """Same as linear_cross_entropy, with the pair's product added to the logits."""
-    normalizer = normalizer_tensor(normalizer, input)
+    normalizer = normalizer_tensor("linear_cross_entropy", normalizer, input)
     return ops.linear_cross_entropy_low_rank(
         input,
         linear_weight,

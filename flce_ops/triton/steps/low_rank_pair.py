@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...support.integers import next_power_of_2
+from ...support.integers import cdiv, next_power_of_2
 from ..gemm.tma import load_tile
 
 # N tokens, n rows of a chunk, V vocabulary, r rank of the pair
@@ -46,7 +46,7 @@ NO_PAIR = Pair()
 def padded_rank(matrix: Tensor) -> Tensor:
     """Pads a matrix (rows, r) with columns of zeros to a width that tiles divide."""
     rank = matrix.shape[1]
-    wanted = max(16, next_power_of_2(rank)) if rank <= BLOCK_R.value else -(-rank // 64) * 64
+    wanted = max(16, next_power_of_2(rank)) if rank <= BLOCK_R.value else cdiv(rank, 64) * 64
     return pad(matrix, (0, wanted - rank)) if wanted > rank else matrix.contiguous()
 
 
