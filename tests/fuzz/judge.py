@@ -211,6 +211,10 @@ def second_line(
             rounding += problem.case.count * unit(fine) * norm(truth[name])
         if name == "tail":  # documented: it ends at the dtype's eps
             rounding += 2.0 * unit(fine) * math.sqrt(truth[name].numel())
+        case = problem.case
+        if case.function == "kl_div" and case.data == "tiny" and case.bias and on_triton(problem):
+            # plain torch's logits are the biases, exactly; stored ones are within 2^-12 of their distance (documented)
+            rounding += 2.0**-10 * norm(truth[name])
         if problem.case.softcap and on_triton(problem):  # 1 - tanh^2 is 2^-124 there where it is less
             rounding += 2.0**-112 * math.sqrt(truth[name].numel())
         return SLACK * yardstick + rounding + smallest(found[name], problem.arithmetic_dtype())
