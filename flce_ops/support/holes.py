@@ -41,8 +41,8 @@ HOLES = {
     "second of given logits": "second derivatives of a scalar loss are not implemented, as its gradient was made in "
     'forward and the logits were not kept; use reduction="none" and reduce the losses, which can be differentiated '
     "twice",
-    "second of a divergence": "second derivatives are not implemented; use F.kl_div on the logits, F.linear(input, "
-    "linear_weight), for them",
+    "second of a divergence": "second derivatives are not implemented; use F.kl_div or F.cross_entropy on the logits, "
+    "F.linear(input, linear_weight), for them",
     "third": "third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for them",
     # values of arguments
     "float16": "gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "
