@@ -112,3 +112,11 @@ def error(found: Tensor, exact: Tensor) -> float:
     scale = exact.norm()
     difference = (found - exact).norm()
     return float(difference / scale) if scale > 0 else float(difference)
+
+
+def rows_apart(found: Tensor, expected: Tensor) -> int:
+    """How many rows, or numbers of a vector, differ by over 1e-5 of the whole. In a sparse gradient, rounding may put
+    a probability on the other side of a threshold. Then other entries are kept, of one token and one or two classes.
+    """
+    found, expected = (torch.atleast_1d(each.double()).unsqueeze(-1).flatten(1) for each in (found, expected))
+    return int((~((found - expected).norm(dim=1) <= 1e-5 * expected.norm())).sum())

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from inputs import make_inputs
 from process_pool import run_in_world
-from reference_loss import error
+from reference_loss import error, rows_apart
 from sharded_inputs import mesh_of
 
 import flce_ops
@@ -145,12 +145,12 @@ def sparse_step(mesh, launch, ignored=0, **chosen):
     exact = {name: value for name, value in arguments.items() if not name.startswith("gradient_")}
     dense = aten.with_grad(*inputs.args, inputs.weight, row_scale, None, **exact)
     for name, ours, aten_s in zip(("loss", "losses", "input", "weight", "bias"), found, expected):
-        assert error(ours, aten_s) < 2e-3, (name, chosen, error(ours, aten_s))  # one or two entries may be others
+        assert rows_apart(ours, aten_s) <= 2, (name, chosen)
     grad_input = found[2].clone()
     dist.all_reduce(grad_input)
     for name, ours, truth, gemms in zip(
         ("input", "weight"), (grad_input, found[3]), (whole[2], whole[3][own]), (dense[2], dense[3][own])
     ):
-        assert error(ours, truth) < 2e-3, (name, chosen, error(ours, truth))
+        assert rows_apart(ours, truth) <= 2, (name, chosen)
         sparse_one = chosen.get("gradient_sparse", "both") in ("both", {"weight": "linear_weight"}.get(name, name))
         assert (error(ours, gemms) > 1e-2) == sparse_one, (name, chosen)
