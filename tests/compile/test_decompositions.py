@@ -91,7 +91,9 @@ def test_decomposed_program_gives_the_loss_for_any_number_of_tokens(everything, 
     for length in LENGTHS:
         inputs = make_inputs((length, D, V), requires_grad=False, **tensors)
         exact = plain_loss(*inputs.clone(torch.float64).args, **inputs.clone(torch.float64).options, **options)
-        assert error(module(*inputs.args, inputs.options), exact) < 1e-6, length
+        found = module(*inputs.args, inputs.options)
+        # two tokens may be sure of their classes: a loss near 0
+        assert (found - exact).norm() <= 1e-6 * exact.norm() + 3e-7, length
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -179,13 +181,13 @@ def test_under_autocast(table):
                 return super().forward(*args, {})
 
     inputs = make_inputs((N, D, V), requires_grad=False)
-    program = export(UnderAutocast(), inputs.args).run_decompositions(TABLES[table]())
+    program = export(UnderAutocast(reduction="none"), inputs.args).run_decompositions(TABLES[table]())
     found = program.module()(*inputs.args)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = flce_ops.linear_cross_entropy(*inputs.args)
+        expected = flce_ops.linear_cross_entropy(*inputs.args, reduction="none")
     assert found.dtype == expected.dtype == torch.float32
     assert error(found, expected) < 1e-6
-    assert error(found, flce_ops.linear_cross_entropy(*inputs.args)) > 1e-6, "nothing was cast"
+    assert error(found, flce_ops.linear_cross_entropy(*inputs.args, reduction="none")) > 1e-6, "nothing was cast"
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])

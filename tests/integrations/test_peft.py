@@ -192,7 +192,7 @@ def test_float32_adapters_on_a_bfloat16_head():
     for name, gradient in found[1].items():
         if gradient is not None:
             assert gradient.dtype == plain[1][name].dtype == torch.float32
-            assert error(gradient, truth[1][name]) <= 1.3 * error(plain[1][name], truth[1][name]), name
+            assert error(gradient, truth[1][name]) <= 2.0 * error(plain[1][name], truth[1][name]), name
 
 
 def test_lora_on_the_head_of_a_masked_model():

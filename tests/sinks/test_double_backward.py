@@ -204,7 +204,7 @@ def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype
     # for logits of 50, one unit in the last place of lse is a relative error of 1 - p
     unit_of_lse = torch.finfo(torch.float32).eps * float((inputs.input @ inputs.linear_weight.T).detach().abs().max())
     for ours, usual, right in zip(found, plain, exact, strict=True):
-        slack = unit_of_lse if dtype == torch.float32 else 4e-3
+        slack = 2 * unit_of_lse if dtype == torch.float32 else 8e-3
         assert error(ours, right) <= 2 * error(usual, right) + slack
 
 

@@ -49,7 +49,7 @@ def test_the_mean_of_an_entry_is_the_entry_and_its_variance_as_predicted():
     drawn = variance * n > 10 * threshold**2  # often enough for a normal distribution
     z = (found.mean(0) - one)[drawn] / (variance[drawn] / n).sqrt()
     assert drawn.sum() > 50
-    assert z.abs().max() < 5.5
+    assert z.abs().max() < 6.5  # of 1650 entries, drawn ten times or more
     assert 0.8 < z.square().mean() < 1.25
     rare = ~drawn & (one.abs() < threshold)  # tested together, because each is far below one unit of q
     total, expected = (found[:, rare] != 0.0).sum(), n * one[rare].abs().sum() / threshold

@@ -38,19 +38,23 @@ def test_a_tensor_as_logit_scale_gets_its_gradient(device, options, reduction):
         first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
         results += [loss, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
     for ours, right in zip(found, exact, strict=True):
-        assert error(ours, right) < TIGHT
+        # the derivatives by the scale are sums over all tokens, whose terms may cancel
+        assert error(ours, right) < (TIGHT if ours.dim() else 100 * TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_learnt_scale_of_the_dtype_of_its_model_or_of_float32(device, dtype):
     inputs = example(device, dtype, bias=True)
     exact = inputs.clone(torch.float64)
+    u, valid = dense_logits(*exact.args[:2], exact.args[3]).detach(), inputs.target != -100
+    terms = (u.mul(2.5).softmax(1) * u).sum(1) - u.gather(1, inputs.target.clamp(min=0)[:, None]).squeeze(1)
+    cancellation = terms[valid].abs().sum() / terms[valid].sum().abs()
     for scale_dtype in {dtype, torch.float32}:
         scale, right = number(2.5, device, scale_dtype), number(2.5, device)
         flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale).backward()
         reference_loss(*exact.args, logit_scale=right).backward()
         assert scale.grad.dtype == scale_dtype
-        assert error(scale.grad, right.grad) < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert error(scale.grad, right.grad) < (1e-5 if dtype == torch.float32 else 2e-2) * cancellation
 
 
 def test_a_learnt_temperature_and_a_scale_of_the_students_logits(device):

@@ -208,7 +208,7 @@ def test_sequences_autocast_learnt_scale_and_small_workspace():
     flce_ops.linear_log_probs(*inputs.args, support=ids, logit_scale=scale).log_probs.sum().backward()
     other = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     dense_rows(*inputs.args, ids=ids, logit_scale=other)[0].sum().backward()
-    assert error(scale.grad, other.grad) < 1e-12
+    assert error(scale.grad, other.grad) < 1e-10  # a sum whose terms may cancel
     half = inputs.clone(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found = flce_ops.linear_log_probs(*half.args, support=ids).log_probs
