@@ -189,7 +189,9 @@ def test_the_softmax_of_stored_logits_adds_up_to_1(kind, softcap, poisoned_memor
     found = triton_kl_div.launch_kl_div_forward(*args, **options)[0]
     plain = aten.forward(*args, **options)[0]  # on a CPU half products are rounded, as in dense torch
     exact = aten.forward(*double(*args), **options)[0]
-    assert args[-1].any() and error(found, exact) <= (0.3 if softcap is None else 1.05) * error(plain, exact)
+    usual = error(plain, exact)
+    # without a cap a third of plain torch's error, which luck may make smaller: 9e-4 was seen
+    assert args[-1].any() and error(found, exact) <= (max(0.3 * usual, 1.5e-3) if softcap is None else 1.05 * usual)
 
 
 def test_features_that_tensor_maps_cannot_address_are_filled_up(monkeypatch, poisoned_memory):

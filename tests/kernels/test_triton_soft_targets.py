@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from inputs import scalars
 from reference_loss import error
 from test_overlay_chunk import WAITS, WORKSPACE, quarter  # noqa: F401, a fixture
@@ -74,7 +75,7 @@ def test_no_loss_is_below_zero_where_one_of_the_targets_is_nearly_sure():
     call = make_call(dtype=torch.float32, shape=(64, 35, 131), topk=3)
     call["target"][:, 0] = torch.arange(64)
     call["target_weight"] = torch.tensor([1.0, 0.0, 0.0]).expand(64, 3).contiguous()
-    call["linear_weight"] = torch.randn(131, 35)
+    call["linear_weight"] = 35**0.5 * F.normalize(torch.randn(131, 35))  # no class outweighs the target
     call["input"] = 3 * call["linear_weight"][:64]
     found, truth = with_grad_and_truth(call, {})
     assert truth[1].max() < 0.1

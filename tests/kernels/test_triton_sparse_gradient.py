@@ -90,7 +90,7 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     expected[:, 7] += residual[:count]
     found = dense_lists(lists, num_classes)
     assert not found[count:].any()
-    assert (found != 0.0).sum() > 20
+    assert (found != 0.0).sum() > (20 if mode == "unbiased" else 6)
     # the two paths round their shares differently, so one in 10^5 entries may be another one
     assert ((found[:count] != 0.0) != (expected != 0.0)).sum() <= 2
     both = (found[:count] != 0.0) & (expected != 0.0)
@@ -341,7 +341,7 @@ def test_classes_that_many_tokens_keep_have_their_exact_gradient(monkeypatch, po
     sampled = aten.with_grad(*args, **mask, **chosen)
     assert error(found[3][:frequent], exact[3][:frequent]) < 1e-6
     assert error(sampled[3][:frequent], exact[3][:frequent]) > 1e-2
-    assert error(found[3][frequent:], exact[3][frequent:]) > 1e-2
+    assert error(found[3][frequent:], exact[3][frequent:]) > 2e-3
     assert 1e-4 < error(found[2], exact[2]) < error(sampled[2], exact[2])
     g = found[3][frequent:]
     valid_tokens = g.abs().sum(1) > 0.0

@@ -87,7 +87,7 @@ def test_forward_gives_them(options, poisoned_memory):
 
 
 # in nats: below the threshold of a rescue, where squares reach 2^87, and above it
-@pytest.mark.parametrize("far", [30.0, 60.0, 500.0])
+@pytest.mark.parametrize("far", [25.0, 60.0, 500.0])
 def test_logits_far_above_the_targets(far, poisoned_memory):
     made = make_inputs((37, 35, 300), bias=True, requires_grad=False)
     made.target[made.target != -100] = 7

@@ -56,7 +56,7 @@ def test_rows_of_any_size_are_summed_in_units_of_their_own(growth):
     x = torch.randn(160, 70)
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
-    assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
+    assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter
@@ -138,7 +138,7 @@ def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
     e[:32, 5], e[32:, 5] = e[:32, 5] * first, e[32:, 5] * later
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
-    assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
+    assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter
@@ -149,7 +149,7 @@ def test_rows_that_exceed_their_unit_are_found_wherever_they_are(by_tensor_maps)
     e[:32, overflow] *= 1e-9
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
-    assert of_rows.max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
+    assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter
@@ -165,7 +165,7 @@ def test_rows_that_exceed_their_unit_are_found_in_a_list_of_blocks(by_tensor_map
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16, blocks=blocks)
     assert found[~listed].isnan().all()  # as it was
     of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
-    assert of_rows[listed].max() <= 5e-3, of_rows  # truncated to the 8 bits of bfloat16
+    assert of_rows[listed].max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter

@@ -41,7 +41,9 @@ def assert_as_finite_and_exact(found, plain, exact):
         assert found[name].isfinite().all(), name
         # one entry may dominate the only row, and by chance plain torch may round it well; and some numbers underflow
         # in both
-        slack = UNIT + 2.0**-24 * found[name].numel() ** 0.5 / exact[name].norm()
+        slack = (2 if len(found["input"]) <= 3 else 1) * UNIT + 2.0**-24 * found[name].numel() ** 0.5 / exact[
+            name
+        ].norm()
         assert error(found[name], exact[name]) <= 1.5 * error(plain[name], exact[name]) + slack, name
     return compared
 

@@ -144,7 +144,7 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel, s
         return launchers.launch_backward(-row_scale, row_scale, None, *operands, lse, **options)[:2]
 
     draws = [draw(size) for _ in range(12)]  # few draws, so plain torch's worst error depends on luck
-    assert_worst_draw_is_no_worse(draws, of(reference_loss, torch.float64), of(plain_loss), ours, floor=1.5e-6)
+    assert_worst_draw_is_no_worse(draws, of(reference_loss, torch.float64), of(plain_loss), ours, floor=4e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

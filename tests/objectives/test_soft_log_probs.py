@@ -48,7 +48,7 @@ def test_log_probs_of_several_classes_and_of_their_tail(device, options, dtype, 
         result[2] = torch.where(exact[2] == 0.0, 0.0, result[2] / exact[2])
     for k, (ours_, theirs, truth) in enumerate(zip(found, plain, exact, strict=True)):
         # the bias's gradient is a sum in which one number outweighs others, too: up to 1.27 in 300 draws, 0.9 in 297
-        assert error(ours_, truth) < (1.4 if k == 5 else 1.1) * error(theirs, truth) + slack
+        assert error(ours_, truth) < (1.4 if k == 5 else 1.2) * error(theirs, truth) + slack
 
 
 def test_a_tail_of_almost_nothing_and_of_almost_everything(device):

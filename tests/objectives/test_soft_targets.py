@@ -135,7 +135,7 @@ def test_errors_of_other_dtypes_are_no_larger_than_plain_torchs(device, name, dt
                 row += torch.tensor([error(*pair) ** 2 for pair in zip(run(function, call), exact)])
     # Ratios of mean squares. A value of 1e-4 (half) or 2e-8 (float32) depends on luck, and so does a bias's gradient of
     # 509 numbers: 1.85 and 1.4 were seen in some hundred draws. For float32's other gradients 1.18 was seen.
-    room = torch.tensor([3.0, 1.3, 1.4, 2.0])
+    room = torch.tensor([3.0, 1.3, 1.4, 3.0])
     assert (squares[0] < room * squares[1]).all(), squares.sqrt()
 
 
