@@ -228,12 +228,12 @@ RANGES: Ranges = {
 Number = float  # also an int, or a SymFloat as above; torch's stubs lack the product of a SymFloat and a tensor
 
 
-def scalar(value: Number, like: Tensor, name: str = "a number") -> Tensor:  # ()
+def scalar(value: Number, like: Tensor, name: str = "a number", op: str = "") -> Tensor:  # ()
     """`value` as a tensor, on the device and in the accumulation dtype of `like`. `name` is its argument's, for an
-    error.
+    error; `op` names the function where no operator runs yet.
     """
     dtype = accumulation_dtype(like.dtype)
-    check_in_range_of(dtype, running.function or "flce_ops", name, value)
+    check_in_range_of(dtype, op or running.function or "flce_ops", name, value)
     if isinstance(value, SymFloat):
         return torch.ones((), dtype=dtype, device=like.device) * value
     return torch.full((), value, dtype=dtype, device=like.device)
@@ -260,8 +260,10 @@ def normalizer_tensor(op: str, normalizer: Tensor | Number | None, like: Tensor)
     """
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
+    if not torch.compiler.is_compiling():
+        return scalar(normalizer, like, "normalizer", op)
     check_in_range_of(accumulation_dtype(like.dtype), op, "normalizer", normalizer)
-    return scalar(1.0, like) * normalizer if torch.compiler.is_compiling() else scalar(normalizer, like)
+    return scalar(1.0, like) * normalizer
 
 
 def logit_options(

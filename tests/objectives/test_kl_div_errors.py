@@ -63,11 +63,8 @@ def test_the_documented_errors_are_the_operators(dtype):
         for name, cell, written in zip(("loss", "input", "linear_weight"), found, documented[row], strict=True):
             ours, promised = (float(text.split(" / ")[0]) for text in (cell, written))
             if name == "loss" and row[2] == "mean":
-                assert ours <= max(8 * promised, 4e-7), (
-                    row,
-                    cell,
-                    written,
-                )  # a mean of errors with either sign depends on luck
+                # a mean of errors with either sign depends on luck
+                assert ours <= max(8 * promised, 4e-7), (row, cell, written)
             elif row[1] in KINKED and name != "loss":  # depends on a few entries on the other side of p = q
                 assert ours <= 3 * float(cell.split(" / ")[1]) + 1e-2, (row, cell)
             else:
