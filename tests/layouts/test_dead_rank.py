@@ -21,7 +21,7 @@ def plain():
     x, w = torch.randn(12, 6, requires_grad=True), torch.randn(32, 6, requires_grad=True)
     return x, w, torch.arange(12)
 
-def rank_of_two(rank, folder, results):
+def rank_of_two(rank, folder, results, ready):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/r", rank=rank, world_size=2, timeout=timedelta(seconds=300)
     )
@@ -41,7 +41,9 @@ def rank_of_two(rank, folder, results):
         return [g.full_tensor().tolist() for g in torch.autograd.grad(loss, (x, w))]
 
     if rank == 1 and dies_in == "forward":
+        ready.wait()
         os._exit(1)
+    ready.set()
     try:
         step()
         said = ""
@@ -54,7 +56,8 @@ def rank_of_two(rank, folder, results):
 
 context = multiprocessing.get_context("fork")
 results, folder = context.SimpleQueue(), tempfile.mkdtemp()
-processes = [context.Process(target=rank_of_two, args=(rank, folder, results)) for rank in range(2)]
+ready = context.Event()  # rank 0 may still be sending what rank 1 needs no more
+processes = [context.Process(target=rank_of_two, args=(rank, folder, results, ready)) for rank in range(2)]
 for process in processes:
     process.start()
 print(json.dumps(results.get()))
