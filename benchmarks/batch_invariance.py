@@ -221,8 +221,8 @@ class Calling:
 
 
 def fewest_tokens(pool: Pool) -> int:
-    """A CPU's BLAS sums float32 and float64 in another order if there are fewer rows: flce_ops/aten/chunks.py."""
-    return ROWS_OF_EQUAL_BITS if pool.input.device.type == "cpu" and pool.input.dtype.itemsize >= 4 else 1
+    """A CPU's BLAS sums in another order if there are fewer rows: flce_ops/aten/chunks.py."""
+    return ROWS_OF_EQUAL_BITS if pool.input.device.type == "cpu" else 1
 
 
 def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
@@ -236,7 +236,7 @@ def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
         return torch.randperm(most, generator=generator, device=device)[:count]
 
     for count in (
-        *range(fewest_tokens(pool), 18),
+        *range(fewest_tokens(pool), fewest_tokens(pool) + 17),
         *(draw.randrange(2, min(400, most // 16)) * 16 + residue for residue in range(16)),
     ):
         yield Calling("N", some(min(count, most)))

