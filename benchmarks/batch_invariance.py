@@ -48,9 +48,7 @@ PROBLEMS = {
         ("70000x64x512", torch.bfloat16, 48),
         ("70000x64x512", torch.float16, 48),
     ),
-    "cpu": tuple(
-        ("300x320x509", dtype, 2) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    ),
+    "cpu": tuple(("300x320x509", dtype, 2) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)),
 }
 
 

@@ -38,10 +38,10 @@ CPU_ROWS = 128
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
 # A CPU's BLAS sums the products of a row in another order if the matrix has fewer rows than this. In float32 and
-# float64 it also does so in the last rows of a matrix, or of a thread's part of it, if their number is no multiple of 4.
-# So that a row's bits do not depend on its place, the last rows are multiplied a second time as a group of this size,
-# and no chunk has fewer rows unless the call has fewer. With AVX2 4 rows are enough. For AVX-512 MKL has other kernels
-# for up to 15 rows (in float32 if D is some hundreds), oneDNN for up to 7 (in float16).
+# float64 it also does so in the last rows of a matrix, or of a thread's part of it, if their number is no multiple of
+# 4. So that a row's bits do not depend on its place, the last rows are multiplied a second time as a group of this
+# size, and no chunk has fewer rows unless the call has fewer. With AVX2 4 rows are enough. For AVX-512 MKL has other
+# kernels for up to 15 rows (in float32 if D is some hundreds), oneDNN for up to 7 (in float16).
 ROWS_OF_EQUAL_BITS = 16
 # ATen sums a single row in several threads. No block of a chunk has fewer rows than this.
 ROWS_OF_A_BLOCK = 4
