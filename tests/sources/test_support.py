@@ -455,3 +455,15 @@ def test_a_threshold_without_a_gradient_changes_nothing():
         usual = flce_ops.linear_policy_loss(input, weight, target, per_token, **call)
         found = flce_ops.linear_policy_loss(input, weight, target, per_token, gradient_threshold=1e-3, **call)
         assert torch.equal(usual.loss, found.loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_rank_without_tokens_may_hold_the_classes_of_others(device, dtype):
+    """Ids and offsets of all tokens are on every rank. Where tokens are cut unevenly, one may have none of them."""
+    inputs, _ = draw((0, 5, 31), 4, dtype=dtype, device=device)
+    support = (torch.arange(9, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+    found = flce_ops.linear_log_probs(*inputs.args, support=support, entropy=True, argmax=True)
+    assert found.log_probs.shape == found.entropy.shape == found.argmax.shape == (0,)
+    (found.log_probs.sum() + found.entropy.sum()).backward()
+    for name, leaf in inputs.leaves.items():
+        assert leaf.grad.shape == leaf.shape and not leaf.grad.any(), name
