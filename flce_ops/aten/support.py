@@ -52,9 +52,10 @@ class Entries(NamedTuple):
 def entries_of(call: SupportForward | SupportBackward) -> Entries:
     classes, begins, *_ = call.support
     offsets, target = offsets_of(call.support), call.operands.target.long() - call.vocab_start
-    count = int(offsets[-1]) if offsets.device.type == "cpu" else classes.shape[0]
-    if not target.shape[0]:  # a rank without tokens may hold the classes of others
-        count = 0
+    if offsets.device.type == "cpu":
+        count = int(offsets[-1])
+    else:  # the host does not wait; a rank without tokens may hold the classes of others
+        count = classes.shape[0] if target.shape[0] else 0
     entry = torch.arange(count, device=offsets.device)
     row = torch.searchsorted(offsets, entry, right=True) - 1
     counts = row < target.shape[0]
@@ -89,8 +90,7 @@ def forward(call: SupportForward) -> meta.Outputs:
     for part in chunks:
         product = torch.where(entries.counts[part], product_of(call, entries, part), 0.0)
         add_at(products, entries.place[part], product)
-    if call.operands.input.shape[0]:
-        rows_of_entries(call, entries, products, results)
+    rows_of_entries(call, entries, products, results)
     with_all_classes(call, results)
     record_run(call, call.operands.input.shape[0], len(chunks), NOTE)
     return results
