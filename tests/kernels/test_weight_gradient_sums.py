@@ -178,7 +178,9 @@ def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     others = (torch.arange(80) < 5) | (torch.arange(80) > 6)
     assert not found[:, 5:7].isfinite().any()
-    assert error(found[:, others], exact[:, others]) <= 4e-3
+    found, exact = found.double()[:, others], exact[:, others]
+    of_rows = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
 @interpreter

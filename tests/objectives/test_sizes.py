@@ -37,6 +37,8 @@ def test_loss_and_gradients_are_no_worse_than_plain_torchs(device, size, reducti
     """No token is ignored. The package leaves such tokens out of its products, plain torch does not, and a CPU's BLAS
     sums the 16384 products of a logit worse in fewer than four rows. Losses of plain torch are off by 3e-7 with four or
     five tokens (median of 200 draws), by 1.1e-6 with three; those of the package by the same with as many that count.
+    A CPU's BLAS adds the million products of one row's hidden gradient one after another, and a sum near 1 loses those
+    of rare classes: both are off by 9e-4 (median of 400 draws), by 7e-3 at most, and each by numbers of its own.
     """
     made = {"device": device, "dtype": dtype_of(device), "bias": True, "ignored": 0.0}
     inputs = make_inputs(SIZES[size][device], **made)
@@ -46,6 +48,8 @@ def test_loss_and_gradients_are_no_worse_than_plain_torchs(device, size, reducti
         floor = units * torch.finfo(torch.float32 if name == "loss" else dtype_of(device)).eps
         if name == "loss" and device == "cuda":
             floor = 4e-5  # tensor cores truncate the sums of 16384 products: seen 2.2e-5
+        if name == "input" and size == "a million classes, one token" and device == "cpu":
+            floor = 1e-2
         if exact[name].norm() == 0.0:  # of one class
             assert ours.abs().max() <= floor, name
         else:
