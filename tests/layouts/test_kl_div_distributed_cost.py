@@ -179,11 +179,14 @@ def triton_kernels(device):
         arguments = {**sharing, **scalars({"kind": kind, "beta": 0.3})}
         row_scale = torch.linspace(0.1, 1.0, B * T)
         truth = reference.with_grad(*exact, row_scale.double(), **arguments, **mask)
+        plain = reference.with_grad(*operands, row_scale, **arguments, **mask)
         found = kl_div.launch_kl_div_with_grad(*operands, row_scale, **arguments, **mask)
         if kind == "reverse":
             divergence, *statistics = kl_div.launch_kl_div_forward(*operands, **arguments)
             gradients = kl_div.launch_kl_div_backward(row_scale, *operands, *statistics, **arguments, **mask)
-            found, truth = (*found, divergence, *gradients), (*truth, *truth[1:])
-        tolerance = 1e-5 if scale == 1.0 else 2e-4  # a float32 logit of hundreds is accurate to 3e-5
-        for ours, right in zip(found, truth, strict=True):
+            found, truth, plain = (*found, divergence, *gradients), (*truth, *truth[1:]), (*plain, *plain[1:])
+        for ours, right, of_plain in zip(found, truth, plain, strict=True):
+            # A float32 logit of hundreds is accurate to 3e-5, and where all tokens of a shard are sure, its gradients
+            # nearly cancel. ATen's are then off by as much: at most 0.37 of this bound was seen in 580 draws.
+            tolerance = 1e-5 if scale == 1.0 else 16 * error(of_plain, right) + 3e-5
             assert error(ours, right) < tolerance, (kind, error(ours, right))
