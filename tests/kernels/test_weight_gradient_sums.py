@@ -31,6 +31,10 @@ def summed_over_chunks(e, x, chunks, dtype, valid=None, blocks=EVERY_BLOCK):  # 
     return out, e.double().T @ x.double()
 
 
+def row_errors(found, exact):
+    return (found.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
+
+
 def cut_off(exact):
     """Rounds to bfloat16 as the interpreter does, towards zero."""
     return (exact.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
@@ -55,7 +59,7 @@ def test_rows_of_any_size_are_summed_in_units_of_their_own(growth):
     e[:, 3], e[:96, 4] = 0.0, 0.0
     x = torch.randn(160, 70)
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
-    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
+    of_rows = row_errors(found, exact)
     assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
@@ -106,7 +110,7 @@ def test_rows_that_overflow_their_scale_are_made_again(growth, d):
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     assert found[:, 9].isnan().all()
     found, exact = found.double()[:, others], exact[:, others]
-    of_rows = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-300)
+    of_rows = row_errors(found, exact)
     assert of_rows.max() <= 2.2e-3, of_rows
     assert torch.equal(found, summed_over_chunks(e, x, 5, torch.bfloat16)[0].double()[:, others])
 
@@ -137,7 +141,7 @@ def test_what_exceeds_its_unit_is_made_again(first, later, by_tensor_maps):
     e, x = torch.rand(160, 72), torch.randn(160, 80)
     e[:32, 5], e[32:, 5] = e[:32, 5] * first, e[32:, 5] * later
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
-    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    of_rows = row_errors(found, exact)
     assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
@@ -148,7 +152,7 @@ def test_rows_that_exceed_their_unit_are_found_wherever_they_are(by_tensor_maps)
     overflow = torch.tensor([0, 31, 32, 1100, 1101, 2007])
     e[:32, overflow] *= 1e-9
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16)
-    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    of_rows = row_errors(found, exact)
     assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
@@ -164,7 +168,7 @@ def test_rows_that_exceed_their_unit_are_found_in_a_list_of_blocks(by_tensor_map
     blocks = ClassBlocks(torch.tensor(3, dtype=torch.int32), which)
     found, exact = summed_over_chunks(e, x, 3, torch.bfloat16, blocks=blocks)
     assert found[~listed].isnan().all()  # as it was
-    of_rows = (found.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    of_rows = row_errors(found, exact)
     assert of_rows[listed].max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
@@ -178,8 +182,7 @@ def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     found, exact = summed_over_chunks(e, x, 5, torch.bfloat16)
     others = (torch.arange(80) < 5) | (torch.arange(80) > 6)
     assert not found[:, 5:7].isfinite().any()
-    found, exact = found.double()[:, others], exact[:, others]
-    of_rows = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    of_rows = row_errors(found[:, others], exact[:, others])
     assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
 
 
