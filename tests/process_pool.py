@@ -1,11 +1,12 @@
 """Process groups that stay alive between tests: one per (device type, number of processes), gloo on CPU, NCCL on GPUs.
-If there are fewer GPUs than processes, two or four processes share one card, also over NCCL.
+If there are fewer GPUs than processes, up to four processes share a card, also over NCCL.
 
 A test sends a module-level function to every process of a group, and fails with the tracebacks of the processes that
 raised. If a process fails or hangs, its group is ended, and the next test starts a new one. All processes get the
 test's seed, so they make the same inputs.
 """
 
+import math
 import os
 import queue
 import tempfile
@@ -42,7 +43,7 @@ IMPORTED = (
 
 
 def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
-    """Parameters (device type, processes): NCCL on that many GPUs, or on one card that they share; in CI the sizes of
+    """Parameters (device type, processes): NCCL on that many GPUs, or on fewer that they share; in CI the sizes of
     `gloo` on the CPU.
     """
     cpu = [pytest.param(("cpu", size), id=f"gloo{size}") for size in gloo if size in sizes]
@@ -57,8 +58,9 @@ def worlds(*sizes: int, gloo: tuple[int, ...] = (2, 4)):
 def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> None:
     """Runs `case(device, *args, **kwargs)` in every process of the world."""
     device_type, size = world
-    if device_type == "cuda" and torch.cuda.device_count() < (1 if size <= ON_ONE_CARD else size):
-        pytest.skip(f"needs {size} GPUs" if size > ON_ONE_CARD else "needs a GPU")
+    cards = math.ceil(size / ON_ONE_CARD)
+    if device_type == "cuda" and torch.cuda.device_count() < cards:
+        pytest.skip(f"{size} processes need {cards} card{'s' * (cards > 1)}")
     if world not in _pools or not _pools[world].alive():
         _pools[world] = Pool(device_type, size)
     pool = _pools[world]
