@@ -49,8 +49,12 @@ def with_its_options(case: Case) -> Case:
     if case.bias == "-inf" and (case.logit_scale <= 0.0 or infinite):
         # infinite logits lead to 0 log 0 in either distribution, and to infinite losses times a scale
         new["bias"] = "normal"
-    if case.bias == "-inf" and case.mode in ("vmap", "func", "func_twice") and case.token_weight == "some zero":
+    computed = case.mode in ("vmap", "func", "func_twice") or case.function == "metrics"
+    if case.bias == "-inf" and computed and case.token_weight == "some zero":
         new["token_weight"] = "uniform"  # documented: a token weight of 0 times the inf of label smoothing
+    capped = case.softcap is not None or case.learnt == "softcap"
+    if capped and case.data == "shifted" and new.get("label_smoothing", case.label_smoothing) == 1.0:
+        new["label_smoothing"] = 0.5  # logits that are all at the cap would have no gradient but roundings
     if case.function in ("head", "loss_module"):
         new["temperature"] = 1.0
     if case.function == "kl_div" and case.dtype == "float64" and case.data == "huge":
@@ -70,7 +74,9 @@ def with_its_options(case: Case) -> Case:
     elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
         new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
     if case.teacher == "near":
-        new["teacher_softcap"] = case.softcap
+        softcap = new.get("softcap", case.softcap)
+        # under a smaller one the divergence is below the rounding of two logarithms of V
+        new["softcap"] = new["teacher_softcap"] = None if softcap is None else max(softcap, 0.1)
     if case.teacher in ("probs", "sparse probs"):
         new |= {"teacher_scale": None, "teacher_softcap": None}  # refused by name: they apply to the teacher's logits
     if case.teacher == "sparse probs" and case.kind == "nla":
