@@ -289,7 +289,7 @@ def ordinary_draws(case: Case) -> Iterator[Case]:
             teacher="hidden" if case.teacher in ("near", "student") else case.teacher,
             # a sure student has no gradient of "tv" and "nla", but their terms q (K - 1/2) at p = q are rounded
             kind="forward" if case.teacher == "student" and case.kind in ("tv", "nla") else case.kind,
-            # they are near 0 for uniform targets, whose losses are large
+            # token weights made from losses are near 0 for uniform targets, whose losses are large
             relations=tuple(name for name in case.relations if name != "token_weight of losses"),
         )
         yield consistent(ordinary)
