@@ -25,7 +25,6 @@ from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .support.path import Path, last_path
 from .support.workspace import get_workspace, set_workspace, workspace
 from .version import __version__
-from .warmup import warmup
 
 if TYPE_CHECKING:
     from .parallel import VocabParallel
@@ -58,7 +57,6 @@ __all__ = [
     "linear_log_probs",
     "linear_policy_loss",
     "set_workspace",
-    "warmup",
     "workspace",
 ]
 

@@ -142,13 +142,6 @@ def memory_for_other_workers():
         torch.cuda.empty_cache()
 
 
-@pytest.fixture(autouse=True)
-def only_what_is_launched_is_compiled(request, monkeypatch):
-    """The first call of a head compiles its kernels for every number of tokens; a test launches only a few of them."""
-    if torch.cuda.is_available() and request.module.__name__ != "test_compilations":
-        monkeypatch.setattr("flce_ops.triton.launch.replay.compile_first", lambda: None)
-
-
 @pytest.fixture(scope="module")
 def quick_collections():
     """Each row of a benchmark starts with a gc.collect(): a quarter of a second if there are many objects."""

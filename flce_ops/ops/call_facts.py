@@ -23,7 +23,6 @@ from ..support.torch_private import (
     saved_tensor_hooks_are_active,
     tracing_a_checkpointed_region,
 )
-from ..support.vendor import compiling
 
 
 class CallFacts(NamedTuple):
@@ -53,11 +52,6 @@ class CallFacts(NamedTuple):
     sparse: bool = False  # a sparse gradient is asked for
 
 
-def device_type(tensor: Tensor) -> str:
-    """The device type that conditions of paths read."""
-    return "cuda" if tensor.is_meta and compiling.get() is not None else tensor.device.type
-
-
 def facts_of(call: Any) -> CallFacts:
     """The facts of an inner operator's call, whose Arguments have operands and perhaps options of the loss and the
     logits.
@@ -72,14 +66,14 @@ def facts_of(call: Any) -> CallFacts:
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return CallFacts(device_type(first), first.dtype, first.numel() == 0, operands.num_classes == 1, **options)
+    return CallFacts(first.device.type, first.dtype, first.numel() == 0, operands.num_classes == 1, **options)
 
 
 def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
     input, teacher, num_classes = operands.input, operands.teacher_input, options.vocab_size
     sharding: dict[str, Any] = {} if num_classes is None else sharding_of([True], [options.ranks], num_classes)
     return CallFacts(
-        device_type(input),
+        input.device.type,
         input.dtype,
         input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
         (operands.linear_weight.shape[0] if num_classes is None else num_classes) == 1,
@@ -90,7 +84,7 @@ def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
 
 def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
     """The facts of a scalar loss, before its operator is known. `known` holds further facts."""
-    return CallFacts(device_type(input), input.dtype, **around(input, *leaves), **known)
+    return CallFacts(input.device.type, input.dtype, **around(input, *leaves), **known)
 
 
 def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
@@ -107,7 +101,7 @@ def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
     # if the gradient is retained, it would be retained on the tensor that overwrites the logits
     leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
     known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
-    return CallFacts(device_type(logits), logits.dtype, **known)
+    return CallFacts(logits.device.type, logits.dtype, **known)
 
 
 def around(*leaves: Tensor | None) -> dict[str, Any]:

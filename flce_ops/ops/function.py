@@ -102,12 +102,8 @@ class OperatorFunction(Function):
     @classmethod
     def forward(cls, *values):
         # calls the operator again below autograd; if more torch.func transforms follow, they must see it, too
-        before, running.differentiated = running.differentiated, True
-        try:
-            with nullcontext() if functorch_is_active() else below_autograd():
-                return cls.arguments.run(getattr(ops, cls.arguments.op), values)
-        finally:
-            running.differentiated = before
+        with nullcontext() if functorch_is_active() else below_autograd():
+            return cls.arguments.run(getattr(ops, cls.arguments.op), values)
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
@@ -133,15 +129,6 @@ class OperatorFunction(Function):
             return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
         finally:
             running.function = outer
-
-    @classmethod
-    def call_backward(cls, call: Arguments, needs: Sequence[bool], results: Sequence[Tensor]) -> None:
-        """Calls the operators that backward would call, with all cotangents, if `needs` says which values have
-        gradients.
-        """
-        ctx = WithoutGraph(needs)
-        cls.setup_context(ctx, call.values(), results)
-        cls.backward(ctx, *(result.new_empty(result.shape) for result in results))
 
     @classmethod
     def jvp(cls, ctx, *_):
@@ -198,21 +185,6 @@ class OperatorFunction(Function):
                 return op(*args, **kwargs)
 
         return run
-
-
-class WithoutGraph:
-    """What setup_context and backward use of a context, outside of autograd."""
-
-    def __init__(self, needs: Sequence[bool]) -> None:
-        self.needs_input_grad = tuple(needs)
-        self.next_functions = ((None, 0),) * len(needs)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *_: Tensor) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 def save(ctx, call: Arguments, *results: Tensor) -> None:

@@ -18,7 +18,7 @@ from .._ops import ops
 from ..support.holes import refuse_hole
 from ..support.torch_private import graph_is_kept_after_this_backward, is_batched, written_over_where_donated
 from ..support.vendor import has_triton, made_by_nvidia
-from .call_facts import device_type
+
 from .function import OperatorFunction, wanted, where_wanted
 
 # N tokens
@@ -62,7 +62,7 @@ def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None)
 
 def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies in place. On NVIDIA GPUs a kernel does it, which returns immediately if the factor is 1."""
-    nvidia = bool(made) and device_type(made[0]) == "cuda" and made_by_nvidia()
+    nvidia = bool(made) and made[0].device.type == "cuda" and made_by_nvidia()
     if nvidia and made[0].dtype != torch.float64 and has_triton():
         from ..triton import launch_scale_in_place
 

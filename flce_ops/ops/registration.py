@@ -25,7 +25,6 @@ All have the same layout of dispatch keys:
 flce_ops/entry registers the entry operators.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,8 +35,6 @@ from .._ops import add_op_namespace_prefix, ops
 from ..meta.arguments import VocabParallelWithGrad
 from ..meta.call import Arguments, takes
 from ..support.compile_cache import add_to_key
-from ..support.running import running
-from ..support.vendor import compiling
 from . import (
     autograd,
     cross_entropy_autograd,
@@ -48,7 +45,7 @@ from . import (
 from .autocast import autocast_kernel
 from .call_facts import facts_of
 from .function import OperatorFunction
-from .made_in_forward import MULTIPLY, MadeInForward, multiply, multiply_in_place
+from .made_in_forward import MULTIPLY, multiply, multiply_in_place
 from .paths import saved_notes
 
 library = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "DEF")
@@ -90,56 +87,23 @@ library.define(f"{MULTIPLY}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torc
 
 def kernel(name: str) -> Callable:
     """An operator's kernel: runs the path that the table chooses."""
-    arguments, function = OPERATORS[name]
-    backward = None if function is None or issubclass(function, MadeInForward) else function
+    arguments = OPERATORS[name].arguments
 
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, facts_of(call))
         call.notes += saved_notes(choice, call)
-        launch = paths.function(choice.path.kernel)
-        if choice.implementation != "triton":
-            return launch(call)
-        running.launch, running.call = launches_of(name, choice.path.kernel), call
-        running.backward = backward if running.differentiated else None
-        try:
-            return launch(call)
-        finally:
-            running.call = None
-
-    return run
-
-
-@functools.cache
-def launches_of(name: str, kernel: str) -> Callable:
-    """Runs everything that a call launches: the launches of forward, and those of backward that belong to no other
-    operator.
-    """
-    launch, function = paths.function(kernel), OPERATORS[name].function
-    if function is None or not issubclass(function, MadeInForward):
-        return launch
-
-    def run(call: Any) -> None:
-        loss, *results = launch(call)
-        made = [result for result, kind in zip(results, call.results[1:]) if kind.operand and result.numel()]
-        multiply_in_place([getattr(call.operands, call.written)] if call.written else made, loss)
+        return paths.function(choice.path.kernel)(call)
 
     return run
 
 
 def fake_kernel(name: str) -> Callable:
-    """An operator's fake kernel. While kernels are compiled ahead, it also compiles those of the operator."""
     arguments = OPERATORS[name].arguments
 
     @takes(arguments)
     def run(call: Any) -> meta.Outputs:
         add_to_key()
-        if compiling.get() is not None:
-            path = paths.choice_of(name, facts_of(call)).path
-            if path.name == "triton":
-                from ..triton.launch.ahead import trace
-
-                trace(launches_of(name, path.kernel), call)
         return meta.outputs(call)
 
     return run

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import table
-from .vendor import compiling, device_name
+from .vendor import device_name
 
 logger = logging.getLogger("flce_ops")
 
@@ -65,8 +65,6 @@ _logged: set[tuple[str, str, str]] = set()
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
     """Records a run of `call`, an Arguments of flce_ops/meta that knows its choice."""
     global _last
-    if compiling.get() is not None:  # kernels are compiled ahead, and nothing has run
-        return
     _last = (call.choice, rows_per_chunk, chunks, call.notes + notes)
     path = last_path() if logger.isEnabledFor(logging.INFO) else None
     if path is not None:

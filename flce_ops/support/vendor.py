@@ -5,10 +5,7 @@ torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((
 
 import functools
 import importlib.util
-from collections.abc import Hashable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,21 +18,6 @@ class Chip(NamedTuple):
 
 
 H200 = Chip(90, 132)
-
-
-@dataclass
-class Compiling:
-    """Set while kernels are compiled ahead: each launch only compiles its kernel (triton/launch/ahead.py)."""
-
-    chip: Chip  # the GPU that meta tensors stand for
-    launches: int = 0  # the number of launches so far
-    kernels: list[Any] = field(default_factory=list)  # those that are to be compiled
-    tokens: Sequence[int] = ()  # the numbers of tokens that are traced
-    # whose kernels are among them, and the largest number of tokens that is worth tracing
-    heads: dict[Hashable, int] = field(default_factory=dict)
-
-
-compiling: ContextVar[Compiling | None] = ContextVar("flce_ops compiling", default=None)
 
 
 def made_by_nvidia() -> bool:

@@ -27,7 +27,7 @@ from ..gemm.device import interpreted
 from ..gemm.logits_gemm import LOG2E, base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
 from ..gemm.tma import Matrix, load_tile, store_tile
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.logit_numbers import number_of
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point

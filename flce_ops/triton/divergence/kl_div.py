@@ -16,7 +16,6 @@ from ...math.reduction import Reduction
 from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ..gemm.padded_features import with_padded_features
-from ..launch.replay import repeated
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..steps.chunks import contiguous, record_chunks
@@ -94,7 +93,7 @@ def run(
         if valid is None:
             valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
         call.operands = operands._replace(linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid.contiguous())
-        chunks = repeated(step, call, outputs) if call.options.ranks == 1 else step(call, outputs)
+        chunks = step(call, outputs)
     record_chunks(call, operands.linear_weight, chunks)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops
-from ...support.vendor import H200, Chip, compiling, made_by_nvidia
+from ...support.vendor import H200, Chip, made_by_nvidia
 from .tiles import AMPERE, HOPPER, INPUT_TILES, INTERPRETER, WEIGHT_TILES, Tiles, data_centre_chip
 from .tma import fits_tma
 
@@ -50,8 +50,7 @@ def input_tiles_for(linear_weight: Tensor, *, some_classes: bool = False) -> Til
 
 def takes_tma(matrix: Tensor) -> bool:
     """Whether the matrix's layout and the device allow tensor maps."""
-    planned = matrix.is_meta and compiling.get() is None
-    return on_tma_device(matrix) and (planned or fits_tma(matrix))
+    return on_tma_device(matrix) and (matrix.is_meta or fits_tma(matrix))
 
 
 def on_tma_device(tensor: Tensor) -> bool:
@@ -59,11 +58,8 @@ def on_tma_device(tensor: Tensor) -> bool:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """For a meta tensor: the GPU that kernels are compiled for ahead of time, or an H200, which the planner assumes."""
-    if device.type != "meta":
-        return chip_of_gpu(device)
-    ahead = compiling.get()
-    return H200 if ahead is None else ahead.chip
+    """For a meta tensor: an H200, which the planner assumes."""
+    return H200 if device.type == "meta" else chip_of_gpu(device)
 
 
 def capability_of(device: torch.device) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, row_distance, valid_rows
 from .logits_gemm import LARGEST_SUM, exceeds
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import capability_of, interpreted, multiprocessors
 from .sum_scales import Sum, scaled_products

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for

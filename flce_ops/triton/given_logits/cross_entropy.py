@@ -18,7 +18,6 @@ from ...support.integers import cdiv
 from ...support.path import record_run
 from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
-from ..launch.replay import repeated
 from ..rows.finish_rows import in_kernel
 from ..rows.gradient_factors import KnownRows
 from ..rows.logit_numbers import numbers_in_kernel
@@ -148,7 +147,7 @@ def launch_backward(call: LogitsBackward) -> Tensor:
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
     with torch.cuda.device_of(grad_logits):
-        repeated(backward_step, call, fresh=(grad_logits,))
+        backward_step(call, grad_logits)
     record_run(call, 1, grad_logits.shape[0])
     return grad_logits
 
@@ -176,7 +175,7 @@ def launch(
     logits, target, _ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(logits):
-        repeated(step, call, *given, fresh=(in_range, *outputs))
+        step(call, *given, in_range, *outputs)
         assert_in_range(in_range, target, logits.shape[1], call.ignore_index)
     record_run(call, 1, logits.shape[0])
 

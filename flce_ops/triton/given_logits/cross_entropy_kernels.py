@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objectives.in_triton import LN2
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.logit_numbers import loaded
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32

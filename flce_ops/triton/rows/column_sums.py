@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.tma import load_tile, matrix_of
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
 # n rows, C columns, S slices of the rows

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...support.integers import cdiv
 from ..gemm.device import interpreted
 from ..gemm.tma import Matrix, load_tile, matrix_of, store_tile
-from ..launch.replay import Kernel, repeated
+from ..kernel import Kernel
 from .valid_tokens import ValidTokens, padded_rows, valid_rows
 
 # N tokens, n rows, C columns
@@ -94,14 +94,12 @@ def copied_rows(matrices: Sequence[Tensor], columns: int) -> list[Tensor]:
     outs = [matrix.new_empty(matrix.shape[0], columns) for matrix in matrices]
     if outs:
         with torch.cuda.device_of(outs[0]):
-            repeated(copy_step, tuple(matrices), columns, fresh=outs)
+            copy_step(matrices, outs)
     return outs
 
 
-def copy_step(matrices: tuple[Tensor, ...], columns: int, *outs: Tensor) -> None:
-    """`columns` is the width of `outs`. It is an argument so that replay.py tells calls of different widths apart.
-
-    Entries are copied as integers of 8, 4 or 2 bytes: the widest whose size divides the rows of both matrices. Rows
+def copy_step(matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Entries are copied as integers of 8, 4 or 2 bytes: the widest whose size divides the rows of both matrices. Rows
     that do not start on 16 bytes cannot be read in wider units, and ATen copies them number by number.
     """
     for matrix, out in zip(matrices, outs):

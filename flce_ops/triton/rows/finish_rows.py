@@ -25,7 +25,7 @@ from ...math.shards import lse_of_shards
 from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows

@@ -36,7 +36,7 @@ from ...support.integers import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
 from .logit_numbers import loaded, numbers_in_kernel
 from .smoothing import ClassSum

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..launch.replay import Kernel, repeated
+from ..kernel import Kernel
 
 
 @Kernel
@@ -41,7 +41,7 @@ def launch_scale_in_place(grads: Sequence[Tensor], factor: Tensor) -> None:
             grad.mul_(factor)
     if any(grad.numel() for grad in contiguous):
         with torch.cuda.device_of(factor):
-            repeated(scale_step, tuple(contiguous), factor)
+            scale_step(tuple(contiguous), factor)
 
 
 def scale_step(grads: tuple[Tensor, ...], factor: Tensor) -> None:

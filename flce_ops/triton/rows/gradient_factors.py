@@ -26,7 +26,7 @@ from ...math.options import LogitOptions
 from ...support.integers import cdiv
 from ..gemm.epilogues import Gradient
 from ..gemm.logits_gemm import LOG2E
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from .gather_tokens import AtTarget
 from .logit_numbers import numbers_in_kernel, scale_of
 from .topk import larger_entry, sum_of_equals, topk_at_a_time

@@ -17,7 +17,7 @@ import triton.language as tl
 from ...math.options import Statistics, TokenStatistics
 from ...objectives.in_triton import LN2
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..steps.exponentials import Asked, RowSums
 from .two_sum import lse_in_nats
 from .valid_tokens import ValidTokens, valid_rows, written_rows

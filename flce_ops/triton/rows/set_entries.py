@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
 # n rows of a chunk, K classes of a token, C columns of a slice

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...math.options import LogitOptions, Operands
 from ...math.reduction import Reduction
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from .column_sums import weighted_column_sum
 from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.reduction import Reduction
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 
 # N tokens
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.tma import Outer, load_tile, matrix_of, outer_product, store_tile
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
 # n tokens, D hidden, V vocabulary

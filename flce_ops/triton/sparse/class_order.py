@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from .gather_sums import Lists, bounds, cut_lists
 
 # N tokens, V vocabulary, B blocks of tokens

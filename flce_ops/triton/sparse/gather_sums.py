@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...support.integers import cdiv, next_power_of_2
 from ..gemm.class_blocks import LIVE
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 
 # L lists, D hidden, T rows of the table, P splits at most
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from ...math import sparse_gradient
 from ...math.sparse_gradient import Shard
 from ..gemm.class_blocks import LIVE
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
 from .gather_sums import Lists

@@ -31,7 +31,7 @@ from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from ...support.integers import cdiv
 from ..gemm.class_blocks import LIVE, ClassBlocks
 from ..gemm.tma import Matrix, load_tile
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 
 # n rows of the first chunk, V vocabulary, B blocks of LIVE classes

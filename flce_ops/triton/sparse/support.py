@@ -35,7 +35,7 @@ from ...support.path import record_run
 from ...support.target_range import assert_in_range, in_range
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.gradient_factors import KnownRows
 from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.two_sum import in_two_float32

@@ -34,7 +34,6 @@ from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
 from ..gemm.split_k import RANGE, products_of_ranges
 from ..gemm.weight_gradient import WeightGradient, sum_bytes
-from ..launch.replay import repeated
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.gradient_factors import KnownRows, launch_gradient_factors
@@ -75,7 +74,7 @@ def run_over_tokens(call: Backward) -> meta.Gradients:
         call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
     )
     with torch.cuda.device_of(input):
-        row_slices = repeated(backward_step, call, outputs)
+        row_slices = backward_step(call, outputs)
     record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
     return outputs
 

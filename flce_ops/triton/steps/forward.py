@@ -16,7 +16,7 @@ from ...support.workspace import get_workspace
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.padded_features import with_padded_features
-from ..launch.replay import Kernel, repeated
+from ..kernel import Kernel
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
@@ -96,10 +96,7 @@ def launch_forward(call: Forward) -> meta.Outputs:
     input, linear_weight, target, *_ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
-        # a step that is repeated may not send anything
-        chunks = (
-            forward_step(call, in_range, outputs) if call.ranks > 1 else repeated(forward_step, call, in_range, outputs)
-        )
+        chunks = forward_step(call, in_range, outputs)
         assert_in_range(in_range, target, call.num_classes, call.ignore_index)
     record_chunks(call, linear_weight, chunks)
     return outputs

@@ -24,7 +24,6 @@ from ...objectives.cross_entropy import CrossEntropy
 from ...support.target_range import assert_in_range
 from ..gemm.input_gradient import ClassSlices
 from ..gemm.split_k import MOST_SPLITS
-from ..launch.replay import repeated
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.sum_losses import launch_sum_losses
@@ -83,7 +82,7 @@ def launch_low_rank_with_grad(call: LowRankWithGrad) -> meta.Outputs:
     with torch.cuda.device_of(input):
         target_weight = None if weight is None else class_weight_of(target, weight, torch.float32)
         fresh = in_range, loss, losses, grad_input, *made, grad_bias
-        chunks = repeated(low_rank_step, call, target_weight, fresh=fresh)
+        chunks = low_rank_step(call, target_weight, *fresh)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     for grad, of_even_rank in zip(of_pair, made):
         if of_even_rank is not grad:

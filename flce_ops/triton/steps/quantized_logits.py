@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 
 # n rows, V vocabulary, T tiles along it

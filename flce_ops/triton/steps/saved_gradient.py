@@ -14,7 +14,7 @@ from ...support.integers import cdiv
 from ..gemm.device import interpreted
 from ..gemm.epilogues import Gradient, gradient
 from ..gemm.tma import load_tile, matrix_of, store_tile
-from ..launch.replay import Kernel
+from ..kernel import Kernel
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
 from .quantized_logits import QuantizedLogits, dequantize, largest_places
 

@@ -25,7 +25,6 @@ from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_wei
 from ...objectives.row import RowObjective
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
-from ..launch.replay import repeated
 from ..rows.row_statistics import sum_pairs
 from ..rows.smoothing import SmoothingTerms
 from ..rows.sum_losses import launch_sum_losses
@@ -77,10 +76,9 @@ def launch_step(
     """Runs the step and returns its outputs."""
     _, linear_weight, target, _, weight = call.operands
     with torch.cuda.device_of(linear_weight):
-        # a copy: replay.py repeats no step whose arguments share memory
-        class_weight = None if weight is None else weight.to(torch.float32, copy=True)
+        class_weight = None if weight is None else weight.float()
         in_range = target.new_empty((), dtype=torch.bool)
-        chunks, notes = repeated(one_pass_step, call, objective, class_weight, fresh=(in_range, *outputs))
+        chunks, notes = one_pass_step(call, objective, class_weight, in_range, *outputs)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     record_chunks(recorded, linear_weight, chunks, *notes)
     return outputs
