@@ -9,8 +9,6 @@ with warnings.catch_warnings():
     from .support import versions  # noqa: F401  refuses a torch that is too old
 
 from ._ops import ops as operators  # `ops` is a folder here
-from .decompositions import export_decompositions
-from .explain import explain
 from .functional import (
     LinearCrossEntropyMetrics,
     LinearLogProbs,
@@ -48,8 +46,6 @@ __all__ = [
     "VocabParallel",
     "__version__",
     "cross_entropy",
-    "explain",
-    "export_decompositions",
     "get_workspace",
     "last_path",
     "linear_cross_entropy",

@@ -71,21 +71,11 @@ def body_of(name: str) -> Callable:
     """
     arguments, results, body = ENTRIES[name]
     alone, function = results == "Tensor", name.rstrip("_").removesuffix("_metrics").removesuffix("_low_rank")
-    # export_decompositions() has none for the inner operators of these functions, so the whole operator stays
-    whole = name == "linear_kl_div" or name.startswith("cross_entropy")
-    instead = (
-        "call torch's own formula there"
-        if whole
-        else (
-            "export a program of ATen: torch.onnx.export(torch.export.export(model, args).run_decompositions("
-            "flce_ops.export_decompositions()))"
-        )
-    )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # not imported: an exporter has imported it
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
-            refuse_hole(name, "onnx", instead=instead)
+            refuse_hole(name, "onnx")
         outer, running.function = running.function, running.function or function
         try:
             found = body(arguments.bind(*args, **kwargs))

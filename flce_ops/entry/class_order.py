@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..math.options import TokenStatistics
 from ..meta.checks import check_device
-from ..support.rank_check import any_dtensor
+from ..support.dtensors import any_dtensor
 from ..support.torch_private import check_value
 from .schemas import CrossEntropy
 

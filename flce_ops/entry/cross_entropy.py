@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from ..distributed import vocab_parallel
-from ..distributed.class_slices import QuantizedHead, has_slices
 from ..math.options import Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import WithGrad as Operator
-from ..meta.checks import DENSE_TYPES
 from ..meta.checks import check_main_grad as check_buffer
-from ..ops.autocast import autocast_operands
-from ..ops.call_facts import gradients_wanted, needs_gradient, options_in_facts
+from ..ops.call_facts import gradients_wanted, options_in_facts
 from ..ops.paths import gradients_in_the_same_pass
-from ..support.holes import refuse_hole
-from ..support.rank_check import any_dtensor
+from ..support.dtensors import any_dtensor
 from .arguments import OP, check_arguments, check_main_grad
 from .class_order import check_class_order, in_class_order, in_order_of_ids
 from .kl_div import loss_of_probabilities
@@ -57,9 +53,6 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
         check_main_grad(OP, call)
     if call.gradient_class_order is not None:
         check_class_order(OP, call)
-    quantized = None
-    if type(call.linear_weight) not in DENSE_TYPES or call.linear_weight.is_quantized:
-        quantized = take_quantized_head(call)
     layout = layout_of_call(OP, call)
     if call.linear_weight.dim() > 2:
         return losses_of_positions(call, asked, composite)
@@ -73,11 +66,9 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     if call.main_grad is not None:
         check_buffer(OP, operands, call.main_grad)
     target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
-    problem = token_losses(OP, layout, call, operands, asked, target_weight=target_weight, quantized=quantized)
+    problem = token_losses(OP, layout, call, operands, asked, target_weight=target_weight)
     with_grad: WithGrad | None = None
-    if quantized is not None:
-        pass  # backward makes the gradients
-    elif layout.splits_vocabulary:
+    if layout.splits_vocabulary:
         if call.reduction != "none" and vocab_parallel.one_pass_applies(layout, problem):
             with_grad = partial(vocab_parallel.losses_with_grad, layout)
         else:
@@ -87,22 +78,6 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     loss, found = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     statistics = TokenStatistics._make(found)
     return loss, statistics if order is None else in_order_of_ids(statistics, cast(Tensor, call.gradient_class_order))
-
-
-def take_quantized_head(call: CrossEntropy) -> QuantizedHead | None:
-    """If linear_weight is quantized, replaces it by a tensor that has the dense weight's shape and no data. Checks,
-    layouts and reductions need only that shape.
-    """
-    weight = call.linear_weight
-    if not has_slices(weight):
-        return None
-    refuse(OP, call, features_of(call) | {"a quantized head"})
-    if needs_gradient(weight):
-        refuse_hole(OP, "constant", name="linear_weight")
-    head = QuantizedHead(weight)
-    like = cast(Tensor, autocast_operands(call.input.device.type, call.input.new_empty(0))[0])
-    call.linear_weight = head.like(like.dtype)
-    return head
 
 
 def one_pass_applies(problem: TokenLosses) -> bool:

@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..distributed.class_slices import rows_of_slices
 from ..distributed.one_rank import OneRank
 from ..distributed.vocab_parallel import vocab_parallel_rows
 from ..math.options import (
@@ -105,8 +104,6 @@ def token_losses(
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if layout.splits_vocabulary and not problem.batch_invariant:
         return vocab_parallel_rows(layout, problem)
-    if problem.quantized is not None:
-        return rows_of_slices(problem, problem.quantized)
     asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
         target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()

@@ -12,12 +12,11 @@ feature that does not combine with everything adds its name and its rows here.
 from typing import Any
 
 from ..ops.call_facts import gradients_wanted
+from ..support.dtensors import any_dtensor
 from ..support.holes import not_implemented
-from ..support.rank_check import any_dtensor
 from ..support.torch_private import functorch_is_active
 from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
 
-QUANTIZED = "a quantized linear_weight beside {} is not implemented; pass the dequantized weight"
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
 
 
@@ -31,7 +30,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", 
 # adds them. The others follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards", "a quantized head", "batch_invariant", "a divergence")
+FEATURES += ("recomputing shards", "batch_invariant", "a divergence")
 
 
 def features_of(call: Any) -> set[str]:
@@ -112,13 +111,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "support": {
         ("topk",): "support is not implemented for a target of several classes a token; pass one class a token",
         ("sparse gradient",): NO_SPARSE.format("with a support, which is sparse itself,"),
-    },
-    "a quantized head": {
-        ("sparse gradient",): QUANTIZED.format("gradient_threshold"),
-        ("class probabilities",): QUANTIZED.format("a target of class probabilities"),
-        ("DTensors",): QUANTIZED.format("DTensors"),
-        ("torch.func",): QUANTIZED.format("torch.func"),
-        ("batch_invariant",): QUANTIZED.format("batch_invariant"),
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

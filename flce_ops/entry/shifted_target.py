@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..meta.checks import check_dense
+from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
-from ..support.rank_check import any_dtensor
 from .arguments import resolve_ignore_index
 
 # T tokens of a sequence, D hidden, V vocabulary

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed.one_rank import OneRank
 from ..math.support import PaddedIds, RaggedIds, TokenIds
 from ..meta.checks import TARGET_DTYPES, check_dense, check_device
-from ..support.rank_check import any_dtensor
+from ..support.dtensors import any_dtensor
 from ..support.torch_private import check_value
 from .schemas import LogProbs, RowLoss
 

@@ -26,8 +26,8 @@ from ..distributed.one_rank import OneRank
 from ..math.options import Number, accumulation_dtype
 from ..math.topk import tokens_that_count
 from ..meta.checks import check_dense, check_device, check_real
+from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
-from ..support.rank_check import any_dtensor
 from ..support.torch_private import check_value, forward_mode_is_active
 from .arguments import check_no_gradient, check_shape
 

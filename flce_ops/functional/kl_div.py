@@ -16,8 +16,8 @@ from ..entry.arguments import ReductionName
 from ..entry.kl_div import OP
 from ..meta.checks import check_dense, check_per_class
 from ..objectives.divergence import Kind
+from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
-from ..support.rank_check import any_dtensor
 from .public import call_entry, public
 
 # N tokens, D and E hidden, V vocabulary (padding included)

@@ -26,9 +26,8 @@ from ..entry.shifted_target import shifted_target
 from ..entry.support import parts_of_support
 from ..entry.token_temperature import apply_learnt_scale, as_argument
 from ..math.options import normalizer_tensor
-from ..support import rank_check
+from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
-from ..support.rank_check import any_dtensor
 
 Function = TypeVar("Function", bound=Callable)
 DEFAULTS = {name: dict(zip(arguments.index, arguments.defaults)) for name, (arguments, *_) in ENTRIES.items()}
@@ -144,10 +143,8 @@ def public(body: Callable[[dict[str, Any]], Any], *, only_for: tuple[str, ...] =
 
     def decorate(signature: Function) -> Function:
         check, code = typed(signature).check, signature.__code__  # type: ignore[attr-defined]
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        positional, defaults = names[: code.co_argcount], signature.__defaults__ or ()
+        positional, defaults = code.co_varnames[: code.co_argcount], signature.__defaults__ or ()
         required = positional[: len(positional) - len(defaults)]
-        usual = dict.fromkeys(names) | dict(zip(positional[len(required) :], defaults)) | signature.__kwdefaults__
 
         @functools.wraps(signature)
         def run(*args, **kwargs):
@@ -158,8 +155,6 @@ def public(body: Callable[[dict[str, Any]], Any], *, only_for: tuple[str, ...] =
                 fits &= name in given
             if not fits:
                 signature(*args, **kwargs)  # raises Python's own error
-            if rank_check.ENABLED and not torch.compiler.is_compiling():
-                rank_check.check_ranks(signature.__name__, usual | given)
             needed = not only_for
             for name in only_for:
                 needed |= name in given

@@ -185,7 +185,6 @@ class TokenLosses:
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
     support: TokenIds | None = None  # None: all classes
-    quantized: Any = None  # a QuantizedHead: the weights themselves; linear_weight then has only their shape
     batch_invariant: bool = False  # rows of grad_input
 
     @functools.cached_property

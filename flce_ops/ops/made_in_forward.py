@@ -18,7 +18,6 @@ from .._ops import ops
 from ..support.holes import refuse_hole
 from ..support.torch_private import graph_is_kept_after_this_backward, is_batched, written_over_where_donated
 from ..support.vendor import has_triton, made_by_nvidia
-
 from .function import OperatorFunction, wanted, where_wanted
 
 # N tokens

@@ -11,7 +11,7 @@ HOLES = {
     "them",
     "torch.fx": "torch.fx.symbolic_trace is not implemented, since its Proxy (as {name}) has no shape or dtype; use "
     "torch.export.export, or torch.fx.wrap your function that makes the call",
-    "onnx": "ONNX has no such operator; {instead}",
+    "onnx": "ONNX has no such operator; call torch's own formula there",
     "exported sparse gradient": "a gradient with gradient_threshold is not implemented; leave gradient_threshold out",
     "exported support": "rows of a support are not implemented; leave support out, or export with this package",
     "exported shards": "batch_invariant over a sharded vocabulary is not implemented; leave batch_invariant out, or "
