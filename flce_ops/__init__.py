@@ -31,7 +31,6 @@ SAC_SAVE_OPS = [
     operators.linear_cross_entropy_forward.default,
     operators.linear_cross_entropy_low_rank_with_grad.default,
     operators.linear_kl_div_forward.default,
-    operators.linear_support_forward.default,
 ]
 """Operators whose results a selective activation checkpoint policy should save: backward need not rerun them then."""
 

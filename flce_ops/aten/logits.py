@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..math.options import Cotangents, LogitOptions, accumulation_dtype, changed
 from ..math.topk import in_columns
-from ..meta.arguments import Backward, SupportBackward
+from ..meta.arguments import Backward
 from .row_statistics import at_least_finite
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -90,7 +90,7 @@ class SoftmaxFactors(NamedTuple):
         return changed(self, lambda factor: factor[rows])
 
 
-def softmax_factors(call: Backward | SupportBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
     """The factors of a call. `grad_lse` comes from Cotangents.masked.
 
     lse becomes inf for ignored rows. Their lse is 0, so exp(z - lse) may be inf, and inf times their factor of 0 is

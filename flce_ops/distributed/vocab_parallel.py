@@ -43,7 +43,7 @@ from ..math.statistics import Rows, asked_of_rows
 from ..math.topk import in_columns
 from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
 from ..objectives.cross_entropy import losses_of_rows
-from ..ops.autograd import finite_in_empty_rows, forward_of_support
+from ..ops.autograd import finite_in_empty_rows
 from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
 from ..ops.function import OPERANDS
 from ..ops.made_in_forward import MadeInForward
@@ -138,10 +138,7 @@ def rows_of_shard(
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     first = num_classes if empty else classes.start
     own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
-    if problem.support is None:
-        results = Forward.like(problem, **own).dispatched()
-    else:
-        results = forward_of_support(problem, problem.support, num_classes, **own)
+    results = Forward.like(problem, **own).dispatched()
     rows = shard_rows(results, asked, classes.start)
     if empty:
         lse, nothing = 0.0 * finite_in_empty_rows(rows.lse, rows.lse) - torch.inf, torch.zeros_like(rows.lse)

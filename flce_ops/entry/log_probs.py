@@ -32,7 +32,6 @@ from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_head, check_row_loss
 from .loss import layout_of_call, loss_of_tokens, rows_of, token_losses
 from .schemas import LogProbs, RowLoss
-from .support import support_of_call
 
 # N tokens, K classes of a target, D hidden, V vocabulary
 
@@ -46,7 +45,6 @@ def composite(call: LogProbs) -> tuple[Tensor, ...]:
     operands = layout.head(call)
     asked = Statistics(call.argmax, True, call.entropy, call.log_sum_sq_probs, call.mean_logit)
     problem = token_losses(OP, layout, call, operands, asked)
-    problem.support = support_of_call(OP, layout, call, operands.target)
     results = log_probs_of_rows(operands.target, call.ignore_index, rows_of(layout, problem), asked, tail=call.tail)
     present = (True, True, call.entropy, call.argmax, call.log_sum_sq_probs, call.mean_logit, call.tail)
     return tuple(layout.result(of_rows) if there else of_rows for of_rows, there in zip(results, present, strict=True))
@@ -63,9 +61,8 @@ def composite_loss(call: RowLoss) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(operands.input.dtype)
     objective = call.objective(options, changed(call.tokens, lambda values: layout.per_token(values).to(dtype)))
     problem = token_losses(op, layout, call, operands)
-    problem.support = support_of_call(op, layout, call, operands.target)
     with_grad = None
-    if call.reduction != "none" and problem.support is None and not layout.splits_vocabulary:
+    if call.reduction != "none" and not layout.splits_vocabulary:
         sparse = call.sparse.gradient_threshold != 0.0
         if gradients_in_the_same_pass(operands, "a scalar loss of a policy", sparse=sparse):
             with_grad = partial(losses_with_grad, objective)

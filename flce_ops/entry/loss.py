@@ -48,7 +48,6 @@ from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call
-from ..ops.autograd import forward_of_support
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
@@ -108,12 +107,8 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if isinstance(problem.operands, LogitOperands):
         target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
-    if problem.support is None:
-        own = layout.shard(problem.operands) if problem.batch_invariant else {}
-        found = Forward.like(problem, **asked, **own).dispatched()
-    else:
-        found = forward_of_support(problem, problem.support, layout.num_classes, **asked)
-    return Rows.of_forward(found)
+    own = layout.shard(problem.operands) if problem.batch_invariant else {}
+    return Rows.of_forward(Forward.like(problem, **asked, **own).dispatched())
 
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:

@@ -25,7 +25,7 @@ def wants_gradient(call: Any) -> bool:
 
 
 # present if the argument is given
-GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order", "support")
+GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
 # "sharded vocabulary", "recomputing shards" and "a quantized head" depend on the layout or on the path, so the caller
 # adds them. The others follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
@@ -55,7 +55,7 @@ def features_of(call: Any) -> set[str]:
         found.add("batch_invariant")
     if "teacher_weight" in values:
         found.add("a divergence")
-    elif found & {"sparse gradient", "support", "batch_invariant"} and call.target.dim() == call.input.dim():
+    elif found & {"sparse gradient", "batch_invariant"} and call.target.dim() == call.input.dim():
         found.add("topk")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
@@ -90,7 +90,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ("sharded vocabulary", "topk"): "batch_invariant of several classes a token over a sharded vocabulary is not "
         "implemented; leave batch_invariant out",
         ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
-        ("support",): "batch_invariant with a support is not implemented; leave batch_invariant out",
     },
     "positions": {
         ("DTensors",): "a K-dimensional loss (linear_weight of shape {linear_weight}) with DTensors is not "
@@ -107,10 +106,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     "a low-rank pair": {
         ("DTensors",): "a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
         "adapter, or out of the plan that shards it",
-    },
-    "support": {
-        ("topk",): "support is not implemented for a target of several classes a token; pass one class a token",
-        ("sparse gradient",): NO_SPARSE.format("with a support, which is sparse itself,"),
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

@@ -81,8 +81,6 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
     tail: bool = False
-    support: Tensor | None = None  # (..., K), or with offsets (M,)
-    support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
     token_temperature: Tensor | None = None  # (...), in place of the number
     batch_invariant: bool = False
@@ -102,8 +100,6 @@ class RowLoss(Arguments, keyword_from="own"):
     numbers: LogitNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
-    support: Tensor | None = None  # (..., K), or with offsets (M,)
-    support_offsets: Tensor | None = None  # (N + 1,)
     sparse: SparseGradient
     token_temperature: Tensor | None = None  # (...), in place of the number
     batch_invariant: bool = False

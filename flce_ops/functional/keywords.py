@@ -27,7 +27,6 @@ class LogProbsKeywords(SparseKeywords, total=False):
     entropy: bool
     argmax: bool
     tail: bool
-    support: Tensor | tuple[Tensor, Tensor] | None  # (..., K), or ids (E,) and offsets (N + 1,)
 
 
 class LossKeywords(TypedDict, total=False):

@@ -89,7 +89,6 @@ def linear_log_probs(
     entropy: bool = False,
     argmax: bool = False,
     tail: bool = False,
-    support: Tensor | tuple[Tensor, Tensor] | None = None,  # (..., K)
     gradient_threshold: float = 0.0,
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()
@@ -125,12 +124,6 @@ def linear_log_probs(
         tail: also return the log-probability of all classes together that target does not name. The result ends at the
             logarithm of the dtype's eps (-15.9 in float32), below which it would be a rounding error, and has no
             gradient there.
-        support: the classes that each token was sampled from, as top-p and top-k leave them: ids (..., K), int64 or
-            int32, padded with -1, or a pair of ids (E,) and offsets (tokens + 1,), with ids[offsets[i] : offsets[i +
-            1]] those of the i-th token. All results are then those of the distribution over these classes: j runs over
-            them above. A token without ids has all classes. Order does not matter, and a class that is named twice
-            counts once. A target outside of its support is a ValueError on a CPU; on CUDA, where the host does not
-            look, its log-probability is -inf. Only one class per token, and not with shift.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
         batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient and, over a sharded

@@ -47,7 +47,6 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,  # (...), or ()
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
-    support: Tensor | tuple[Tensor, Tensor] | None = None,  # (..., K)
     gradient_threshold: float = 0.0,
     gradient_mode: Mode = "unbiased",
     gradient_seed: Tensor | None = None,  # ()

@@ -23,7 +23,6 @@ from .._ops import ops
 from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
 from ..entry.shifted_target import shifted_target
-from ..entry.support import parts_of_support
 from ..entry.token_temperature import apply_learnt_scale, as_argument
 from ..math.options import normalizer_tensor
 from ..support.dtensors import any_dtensor
@@ -180,10 +179,6 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
         given = {**given, **dict(zip(read, learnt))}
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(name, given["normalizer"], rows)
-    if given.get("support") is not None:
-        given["support"], given["support_offsets"] = parts_of_support(name, given["support"])
-        if given.get("shift"):
-            refuse_hole(name, "shift and support")
     if given.pop("shift", False):
         given["target"] = target = shifted_target(name, target, rows, given.get("ignore_index", -100))
     if given.get("ignore_index", -100) != -100:

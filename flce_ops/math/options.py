@@ -22,7 +22,6 @@ from torch import SymFloat, Tensor
 
 from ..support.running import running
 from .sparse_gradient import SparseGradient
-from .support import TokenIds
 
 # N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
 
@@ -184,7 +183,6 @@ class TokenLosses:
     main_grad: Tensor | None = None  # (V, D), to which grad_linear_weight is added
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
-    support: TokenIds | None = None  # None: all classes
     batch_invariant: bool = False  # rows of grad_input
 
     @functools.cached_property

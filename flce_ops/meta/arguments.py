@@ -18,7 +18,6 @@ from ..math.options import (
 )
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
-from ..math.support import Support
 from ..objectives.cross_entropy import LossOptions
 from ..objectives.row import Nothing, RowObjective
 from .call import ZERO_COLUMN, Arguments, Result, class_index, gradients, scalar, token, topk
@@ -285,47 +284,6 @@ class RowOperands(NamedTuple):
     @property
     def num_classes(self) -> int:
         return self.linear_weight.shape[0]
-
-
-class SupportForward(Arguments, keyword_from="ignore_index"):
-    """The numbers of a row over the classes of the token's support. A token without a support has all classes, as in
-    Forward.
-    """
-
-    op = "linear_support_forward"
-    results = (
-        *(result for result in Forward.results if result.name not in ("logit_sum", "retained")),
-        Result("products", lambda call: call.support.classes.shape, at_ignored=None),
-    )
-
-    operands: RowOperands
-    support: Support
-    ignore_index: int = -100
-    logits: LogitOptions
-    vocab_start: SymInt = 0
-    vocab_size: OptionalSymInt = None
-    expected_log_prob: bool = False
-    argmax: bool = False
-    log_sum_sq_probs: bool = False
-    mean_logit: bool = False
-
-
-class SupportBackward(Arguments, keyword_from="ignore_index"):
-    op = "linear_support_backward"
-    results = GRADIENTS
-
-    cotangents: Cotangents
-    operands: RowOperands
-    support: Support
-    products: Tensor  # (E,), the products input . linear_weight that forward computed
-    lse: Tensor  # (N,)
-    ignore_index: int = -100
-    logits: LogitOptions
-    vocab_start: SymInt = 0
-    output_mask: OutputMask
-    grad_expected_log_prob: Tensor | None = None  # (N,)
-    expected_log_prob: Tensor | None = None  # (N,)
-    lse_rest: Tensor | None = None  # (N,)
 
 
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):

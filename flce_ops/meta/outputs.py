@@ -15,7 +15,6 @@ from torch import Tensor
 from ..math.kl_div_arguments import KlDivOperands
 from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
-from ..math.support import Support
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import checks, kl_div_checks
@@ -188,27 +187,6 @@ def check_added(op: str, call: Any, main_grad: Tensor) -> None:
         raise ValueError(f"{op}: expected output_mask to want grad_linear_weight, got {call.output_mask}")
 
 
-def check_support(op: str, call: Any, support: Support) -> None:
-    input, (classes, *of_tokens) = call.operands.input, support
-    shape = input.shape[:1]
-    if classes.dim() != 1 or any(numbers.shape != shape for numbers in of_tokens):
-        got = ", ".join(str(tuple(numbers.shape)) for numbers in support)
-        raise ValueError(
-            f"{op}: expected classes of shape (E,), and begins, ends and sizes of shape {tuple(shape)}, got {got}"
-        )
-    for name, tensor in support._asdict().items():
-        dtype = torch.int32 if name == "classes" else torch.int64
-        if tensor.dtype != dtype:
-            raise TypeError(f"{op}: expected {name} in {dtype}, got {tensor.dtype}")
-    checks.check_device(op, input, **support._asdict())
-
-
-def check_products(op: str, call: Any, products: Tensor) -> None:
-    expected = tuple(call.support.classes.shape)
-    if products.shape != expected:
-        raise ValueError(f"{op}: expected products of shape {expected}, got {tuple(products.shape)}")
-
-
 def check_divergence_rows(op: str, call: Any, student_kl: Tensor) -> None:
     """Checks what forward returned for rows: teacher_shift and student_kl are empty if forward has none."""
     input = call.operands.input
@@ -246,8 +224,6 @@ CHECKS: dict[Any, Check] = {  # by group or argument, in this order
     GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
     "retained": check_retained,
-    Support: check_support,
-    "products": check_products,
     # forward only passes these options on to backward
     SparseGradient: lambda op, call, sparse: checks.check_sparse(op, sparse, call.operands.input),
     "main_grad": check_added,

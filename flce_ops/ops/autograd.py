@@ -8,28 +8,20 @@ backward           saves its arguments                                       <- 
 double_backward    saves its arguments except the first three, in which      <- their change along a direction;
                    it is linear                                                 third derivatives are refused
 
-forward of a support        saves its arguments, lse and the products           <- backward
-backward of a support       saves nothing                                       <- refused by name
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._ops import ops
 from ..aten.second_order import backward_tangent
-from ..math.options import Cotangents, TokenLosses
-from ..math.support import TokenIds
+from ..math.options import Cotangents
 from ..meta.arguments import (
     Backward,
     BackwardInPlace,
     DoubleBackward,
     Forward,
     GradGrads,
-    RowOperands,
-    SupportBackward,
-    SupportForward,
 )
 from ..support.holes import refuse_hole
 from ..support.torch_private import (
@@ -42,7 +34,6 @@ from .call_facts import facts_of
 from .function import (
     OPERANDS,
     OperatorFunction,
-    WithoutDerivative,
     wanted,
     where_wanted,
 )
@@ -175,54 +166,3 @@ class DoubleBackwardFunction(OperatorFunction):
         call.choice = choice_of(DoubleBackward.op, facts_of(call))
         changes = backward_tangent(call, direction)
         return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)
-
-
-class SupportForwardFunction(OperatorFunction):
-    function = "linear_log_probs"
-    arguments = SupportForward
-    with_derivative = ("target_logit", "lse", "expected_log_prob")
-
-    @classmethod
-    def for_backward(cls, ctx, call, results):
-        _, lse, expected_log_prob, *_, lse_rest, products = results
-        return lse, expected_log_prob, lse_rest, products
-
-    @classmethod
-    def gradients(cls, ctx, call, saved, grad_target_logit, grad_lse, grad_expected_log_prob, *_):
-        lse, expected_log_prob, lse_rest, products = saved
-        mask = wanted(ctx, SupportForward, *OPERANDS)
-        expected_log_prob = None if grad_expected_log_prob is None else expected_log_prob
-        if call.vocab_size is not None:  # a shard may have no class of a token's support
-            lse, expected_log_prob = finite_rows(lse, expected_log_prob)
-        gradients = SupportBackward.like(
-            call,
-            cotangents=Cotangents(grad_target_logit, grad_lse, None),
-            products=products,
-            lse=lse,
-            output_mask=mask,
-            grad_expected_log_prob=grad_expected_log_prob,
-            expected_log_prob=expected_log_prob,
-            lse_rest=lse_rest,
-        ).dispatched()
-        return where_wanted(gradients, mask)
-
-
-class SupportBackwardFunction(WithoutDerivative):
-    function = "linear_log_probs"
-    arguments = SupportBackward
-    second_derivative = "second of a support"
-
-
-def forward_of_support(problem: TokenLosses, ids: TokenIds, num_classes: int, **own: Any) -> tuple[Tensor, ...]:
-    """Returns results in the order of linear_cross_entropy_forward. There is no logit sum, because no caller has label
-    smoothing.
-
-    `own` has the arguments that `problem` lacks. num_classes counts the classes of all shards.
-    """
-    operands, start = own.pop("operands", problem.operands), own.get("vocab_start", 0)
-    assert operands.weight is None and not own["logit_sum"]
-    shard = slice(start, start + operands.linear_weight.shape[0])
-    support = ids.support(operands.target != problem.ignore_index, num_classes, shard)
-    call = SupportForward.like(problem, operands=RowOperands(*operands[:4]), **own, support=support)
-    target_logit, lse, *others = call.dispatched()
-    return target_logit, lse, lse.new_empty(0), *others

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
-from ..meta.arguments import DoubleBackward, LowRankWithGrad, SupportBackward, SupportForward
+from ..meta.arguments import DoubleBackward, LowRankWithGrad
 from ..meta.call import Arguments
 from .registration import OPERATORS
 
@@ -23,9 +23,6 @@ def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
 
 def flops(call: Any) -> int:
     operands = call.operands
-    if isinstance(call, SupportForward | SupportBackward):  # counts the gathered classes only
-        products = sum(call.output_mask[:2]) if isinstance(call, SupportBackward) else 1
-        return 2 * call.support.classes[0] * operands.input[1] * products
     logits = product(operands.input, operands.linear_weight)
     if isinstance(call, DoubleBackward):  # logits, S @ W and S.T @ X; H and two more products for each cotangent
         return logits * (3 + 2 * sum(grad is not None for grad in call.grad_grads[:2]))

@@ -202,8 +202,6 @@ KERNELS = {
     "linear_policy_loss_with_grad": kernels(
         (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_policy_with_grad", ".with_grad:policy_with_grad"
     ),
-    "linear_support_forward": kernels(TRITON, ".sparse.support:launch_forward", ".support:forward"),
-    "linear_support_backward": kernels(TRITON, ".sparse.support:launch_backward", ".support:backward"),
     "linear_kl_div_forward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_backward", ".kl_div:backward"),
     "linear_kl_div_with_grad": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),

@@ -7,7 +7,6 @@
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, if ranks share the vocabulary
     flce::linear_cross_entropy_low_rank_with_grad         likewise, for a frozen head with a low-rank pair
     flce::linear_cross_entropy_double_backward   derivatives of the backward operator
-    flce::linear_support_{forward, backward}     likewise, for rows whose classes are a support
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, for policy losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
@@ -58,8 +57,6 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     with_grad_autograd.WithGradFunction,
     with_grad_autograd.LowRankWithGradFunction,
     *with_grad_autograd.ROW_LOSS_FUNCTIONS,
-    autograd.SupportForwardFunction,
-    autograd.SupportBackwardFunction,
     kl_div_autograd.ForwardFunction,
     kl_div_autograd.BackwardFunction,
     kl_div_autograd.WithGradFunction,

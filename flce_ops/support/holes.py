@@ -12,10 +12,6 @@ HOLES = {
     "torch.fx": "torch.fx.symbolic_trace is not implemented, since its Proxy (as {name}) has no shape or dtype; use "
     "torch.export.export, or torch.fx.wrap your function that makes the call",
     "onnx": "ONNX has no such operator; call torch's own formula there",
-    "exported sparse gradient": "a gradient with gradient_threshold is not implemented; leave gradient_threshold out",
-    "exported support": "rows of a support are not implemented; leave support out, or export with this package",
-    "exported shards": "batch_invariant over a sharded vocabulary is not implemented; leave batch_invariant out, or "
-    "export with this package",
     # arguments that get no gradient
     "number": "{name} gets no gradient here; pass it detached",
     "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",
@@ -32,10 +28,6 @@ HOLES = {
     "gradient is a sample; leave gradient_threshold out",
     "second of the entropy": "second derivatives through the entropy are not implemented; detach the entropy, or "
     "compute it from F.linear's logits",
-    "second of a support": "second derivatives with a support are not implemented; compute them from F.linear's "
-    "logits, with -inf outside the support",
-    "second of a quantized head": "second derivatives of a quantized head are not implemented; dequantize "
-    "linear_weight for them",
     "second of main_grad": "a backward that adds to main_grad cannot be differentiated (create_graph=True); leave "
     "main_grad out where a second derivative is wanted",
     "second of given logits": "second derivatives of a scalar loss are not implemented, as its gradient was made in "
@@ -55,8 +47,6 @@ HOLES = {
     "{expected}; pass acc_dtype=None",
     "acc_policy": "options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
     "read is rounded to it; pass 'auto', or operands in float32",
-    "shift and support": "shift=True with a support is not implemented, as the support of a label could be meant or "
-    "that of its position; shift the target yourself, and pass the support of each position",
     # DTensors
     "vocab_size of DTensors": "vocab_size={vocab_size} with DTensors is not implemented, as rows would move between "
     "ranks; give the padding a bias of -inf in both models, or distribute weight[:vocab_size]",

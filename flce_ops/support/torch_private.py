@@ -14,7 +14,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_funct
 from torch.autograd import forward_ad
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # A context in which a call skips the autograd keys. An Autograd kernel uses it to call the kernel below.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -263,15 +262,3 @@ def register_without_leaves(value: object) -> None:
         lambda leaves, context: value,
         serialized_type_name=f"{type(value).__module__}.{type(value).__qualname__}",
     )
-
-
-class UncompiledDispatchMode(TorchDispatchMode):
-    """A dispatch mode that is entered only by code below the operators, which Dynamo never traces.
-
-    Torch would wrap its __torch_dispatch__ to keep Dynamo out. The first call of that wrapper imports torch._dynamo,
-    which takes 3.5 seconds.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
