@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 SAC_SAVE_OPS = [
     operators.linear_cross_entropy_forward.default,
-    operators.linear_cross_entropy_low_rank_with_grad.default,
     operators.linear_kl_div_forward.default,
 ]
 """Operators whose results a selective activation checkpoint policy should save: backward need not rerun them then."""

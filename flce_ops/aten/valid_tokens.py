@@ -32,7 +32,6 @@ from ..support.target_range import assert_in_range, in_range
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
 MATRICES = {  # (N, ...)
     "input": 0.0,
-    "low_rank_input": 0.0,
     "logits": 0.0,
     "grad_grad_input": 0.0,
     "teacher_input": 0.0,

@@ -25,7 +25,6 @@ from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
 from ..meta.arguments import (
     LogitsWithGrad,
-    LowRankWithGrad,
     PolicyWithGrad,
     RowLossWithGrad,
     VocabParallelWithGrad,
@@ -110,13 +109,11 @@ def vocab_parallel_with_grad(
 
 
 def rows_of_chunk(
-    call: WithGrad | LowRankWithGrad | RowLossWithGrad,
+    call: WithGrad | RowLossWithGrad,
     operands: Any,
     want_weight: bool,
     statistics: Statistics = NONE_ASKED,
     draws: Draws | None = None,
-    *,
-    reserved: int = 0,
 ) -> int:
     input, linear_weight = operands.input, operands.linear_weight
     in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(statistics)
@@ -126,7 +123,7 @@ def rows_of_chunk(
         want_weight,
         matrices=draws is not None and needs_exact(call),
         matrices_in_block=in_block + (draws is not None),
-        reserved=reserved + copy_bytes(linear_weight),
+        reserved=copy_bytes(linear_weight),
     )
 
 
@@ -192,7 +189,7 @@ class RowsOfTokens(NamedTuple):
 
 
 def rows_of_call(
-    call: WithGrad | LowRankWithGrad | LogitsWithGrad,
+    call: WithGrad | LogitsWithGrad,
     operands: Operands | LogitOperands,
     losses: Tensor,
     statistics: TokenStatistics,

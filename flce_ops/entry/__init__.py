@@ -34,7 +34,7 @@ from ..ops.autocast import autocast_kernel
 from ..ops.registration import library
 from ..support.holes import refuse_hole
 from ..support.running import running
-from . import cross_entropy, kl_div, log_probs, logits, low_rank, schemas
+from . import cross_entropy, kl_div, log_probs, logits, schemas
 
 METRICS = "(Tensor loss, Tensor token_accuracy, Tensor argmax)"  # of given logits
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
@@ -45,7 +45,6 @@ ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
         "Tensor log_sum_sq_probs, Tensor mean_logit)",
         cross_entropy.composite_metrics,
     ),
-    "linear_cross_entropy_low_rank": (schemas.LowRankCrossEntropy, "Tensor", low_rank.composite),
     "linear_log_probs": (
         schemas.LogProbs,
         "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit, "
@@ -70,7 +69,7 @@ def body_of(name: str) -> Callable:
     is refused.
     """
     arguments, results, body = ENTRIES[name]
-    alone, function = results == "Tensor", name.rstrip("_").removesuffix("_metrics").removesuffix("_low_rank")
+    alone, function = results == "Tensor", name.rstrip("_").removesuffix("_metrics")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # not imported: an exporter has imported it

@@ -15,7 +15,7 @@ from ..ops.call_facts import gradients_wanted
 from ..support.dtensors import any_dtensor
 from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
-from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, LowRankCrossEntropy, RowLoss
+from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, RowLoss
 
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
 
@@ -28,7 +28,7 @@ def wants_gradient(call: Any) -> bool:
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
 # "sharded vocabulary", "recomputing shards" and "a quantized head" depend on the layout or on the path, so the caller
 # adds them. The others follow from the arguments.
-FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "a low-rank pair", "positions", "class probabilities")
+FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "recomputing always", "sharded vocabulary")
 FEATURES += ("recomputing shards", "batch_invariant", "a divergence")
 
@@ -41,8 +41,6 @@ def features_of(call: Any) -> set[str]:
         found.add("DTensors")
     if functorch_is_active():
         found.add("torch.func")
-    if isinstance(call, LowRankCrossEntropy):
-        found.add("a low-rank pair")
     if isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2:
         found.add("positions")
     if isinstance(call, CrossEntropy) and call.target.is_floating_point():
@@ -102,10 +100,6 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         "linear_log_probs(..., argmax=True) finds the largest logit",
         ("DTensors",): "a target of class probabilities with DTensors is not implemented; pass plain tensors "
         "throughout, or the model that makes them to linear_kl_div as DTensors",
-    },
-    "a low-rank pair": {
-        ("DTensors",): "a low-rank pair (LoRA) on the head is not implemented for DTensors; leave the head out of the "
-        "adapter, or out of the plan that shards it",
     },
     "teacher_probs": {
         ("DTensors",): "teacher_probs with DTensors is not implemented; pass the teacher's hidden states and weight "

@@ -36,21 +36,6 @@ class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
     statistics: Statistics
 
 
-class LowRankCrossEntropy(Arguments, keyword_from="weight"):
-    input: Tensor  # (..., D)
-    linear_weight: Tensor  # (V, D)
-    low_rank_input: Tensor  # (..., r)
-    low_rank_weight: Tensor  # (V, r)
-    target: Tensor  # (...)
-    linear_bias: Tensor | None = None  # (V,)
-    weight: Tensor | None = None  # (V,)
-    reduction: str = "mean"
-    ignore_index: int = -100
-    numbers: LossNumbers
-    token_weight: Tensor | None = None  # (...)
-    normalizer: Tensor | None = None  # ()
-
-
 class LogitsCrossEntropy(Arguments, keyword_from="weight"):
     logits: Tensor  # (..., V)
     target: Tensor  # (...)

@@ -55,34 +55,6 @@ class Operands(NamedTuple):
         return saved_columns(self.linear_weight.shape[0], self.input.dtype)
 
 
-class LowRankOperands(NamedTuple):
-    """Operands whose logits are input @ linear_weight.T + low_rank_input @ low_rank_weight.T (+ linear_bias)."""
-
-    input: Tensor  # (N, D)
-    linear_weight: Tensor  # (V, D)
-    low_rank_input: Tensor  # (N, r)
-    low_rank_weight: Tensor  # (V, r)
-    target: Tensor  # (N,)
-    linear_bias: Tensor | None = None  # (V,)
-    weight: Tensor | None = None  # (V,), class weights
-
-    @property
-    def num_classes(self) -> int:
-        return self.linear_weight.shape[0]
-
-    @property
-    def head(self) -> Operands:
-        """The operands without the pair."""
-        return Operands(self.input, self.linear_weight, self.target, self.linear_bias, self.weight)
-
-    @property
-    def concatenated(self) -> Operands:
-        """Operands with the same logits from a single matrix product. This costs a copy of linear_weight."""
-        input = torch.cat([self.input, self.low_rank_input], -1)
-        linear_weight = torch.cat([self.linear_weight, self.low_rank_weight], 1)
-        return Operands(input, linear_weight, self.target, self.linear_bias, self.weight)
-
-
 class LogitOperands(NamedTuple):
     """Operands of a loss of given logits."""
 

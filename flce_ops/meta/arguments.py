@@ -12,7 +12,6 @@ from ..math.options import (
     Cotangents,
     LogitOperands,
     LogitOptions,
-    LowRankOperands,
     Operands,
     Statistics,
 )
@@ -24,7 +23,6 @@ from .call import ZERO_COLUMN, Arguments, Result, class_index, gradients, scalar
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
-LowRankMask = Annotated[list[bool], "bool[4]"]  # input, low_rank_input, low_rank_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 GRADIENTS = gradients("input", "linear_weight", "linear_bias")
@@ -113,19 +111,6 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
     batch_invariant: bool = False  # as of backward
-
-
-class LowRankWithGrad(Arguments, keyword_from="ignore_index"):
-    op = "linear_cross_entropy_low_rank_with_grad"
-    results = (*LOSSES, *gradients("input", "low_rank_input", "low_rank_weight", "linear_bias"))
-    constants = ("linear_weight",)
-
-    operands: LowRankOperands
-    reduction: Reduction
-    ignore_index: int = -100
-    loss: LossOptions
-    logits: LogitOptions
-    output_mask: LowRankMask
 
 
 class VocabParallelWithGrad(Arguments, keyword_from="group"):

@@ -51,7 +51,7 @@ class AtIgnored(NamedTuple):
 
 
 ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
-BY_TOKEN = ("input", "low_rank_input", "logits")  # operands (N, ...) that may have a gradient
+BY_TOKEN = ("input", "logits")  # operands (N, ...) that may have a gradient
 
 
 class Result(NamedTuple):

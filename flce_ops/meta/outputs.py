@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands
-from ..math.options import Cotangents, LogitOperands, LowRankOperands, Operands, accumulation_dtype
+from ..math.options import Cotangents, LogitOperands, Operands, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import checks, kl_div_checks
-from .arguments import BackwardInPlace, GradGrads, LowRankWithGrad, RowOperands, VocabParallelWithGrad
+from .arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
 from .call import Arguments, Result
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
@@ -92,20 +92,6 @@ def check_head(op: str, call: Any, operands: Any) -> None:
         check_target_weight(op, call, None)
 
 
-def check_pair(op: str, call: Any, operands: LowRankOperands) -> None:
-    input, linear_weight, low_rank_input, low_rank_weight, *_ = operands
-    pair = {"low_rank_input": low_rank_input, "low_rank_weight": low_rank_weight}
-    checks.check_operands(op, operands.head)
-    checks.check_dense(op, **pair)
-    for (name, tensor), of in zip(pair.items(), (input, linear_weight)):
-        if tensor.dim() != 2 or tensor.shape[0] != of.shape[0]:
-            raise ValueError(f"{op}: expected {name} of shape ({of.shape[0]}, r), got {tuple(tensor.shape)}")
-        if tensor.dtype != input.dtype:
-            raise TypeError(f"{op}: expected {name} in input's dtype {input.dtype}, got {tensor.dtype}")
-    checks.check_linear(op, low_rank_input, low_rank_weight, None, ("low_rank_input", "low_rank_weight", ""))
-    checks.check_device(op, input, "input", **pair)
-
-
 def check_logits(op: str, call: Any, operands: LogitOperands) -> None:
     logits, target, weight = operands
     checks.check_dense(op, **operands._asdict())
@@ -137,7 +123,7 @@ def check_number(name: str, beside: str) -> Check:
     """A check that the argument is one number for all tokens or one for each token, as the number `beside` is."""
 
     def check(op: str, call: Any, number: Tensor) -> None:
-        if number.dim() == 1 and not isinstance(call, LowRankWithGrad):
+        if number.dim() == 1:
             checks.check_per_row(op, call.operands, **{name: number})
             other = call.values()[call.index[beside]]
             if other is not None and other.dim() == 0:
@@ -203,7 +189,6 @@ def check_divergence_rows(op: str, call: Any, student_kl: Tensor) -> None:
 CHECKS: dict[Any, Check] = {  # by group or argument, in this order
     Operands: check_head,
     RowOperands: check_head,
-    LowRankOperands: check_pair,
     LogitOperands: check_logits,
     KlDivOperands: lambda op, call, operands: kl_div_checks.check_operands(op, operands, call.options),
     "denominator": lambda op, call, _: checks.check_denominator(op, call.reduction),

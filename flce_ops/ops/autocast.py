@@ -11,7 +11,7 @@ from ..meta.call import Arguments
 from ..meta.checks import is_dense
 from ..support.torch_private import without_autocast
 
-OPERANDS = {"input", "linear_weight", "linear_bias", "low_rank_input", "low_rank_weight", *TEACHER[:3]}
+OPERANDS = {"input", "linear_weight", "linear_bias", *TEACHER[:3]}
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitOptions, LowRankOperands
+from ..math.options import LogitOptions
 from ..math.shards import shard_rows
 from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import LossOptions
@@ -46,7 +46,6 @@ class CallFacts(NamedTuple):
     part: bool = False  # the logits share memory with a larger tensor
     vocabulary_dimensions: int = 0  # mesh dimensions that shard the vocabulary
     rank_without_classes: bool = False
-    trains_weight: bool = False  # with a low-rank pair: linear_weight gets a gradient
     topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
@@ -85,12 +84,6 @@ def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
 def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
     """The facts of a scalar loss, before its operator is known. `known` holds further facts."""
     return CallFacts(input.device.type, input.dtype, **around(input, *leaves), **known)
-
-
-def pair_facts(operands: LowRankOperands, **known) -> CallFacts:
-    """The facts of a scalar loss of a head with a low-rank pair."""
-    input, linear_weight, pair_input, pair_weight, _, linear_bias, _ = operands
-    return loss_facts(input, pair_input, pair_weight, linear_bias, trains_weight=needs_gradient(linear_weight), **known)
 
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:

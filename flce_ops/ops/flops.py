@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
-from ..meta.arguments import DoubleBackward, LowRankWithGrad
+from ..meta.arguments import DoubleBackward
 from ..meta.call import Arguments
 from .registration import OPERATORS
 
@@ -26,10 +26,6 @@ def flops(call: Any) -> int:
     logits = product(operands.input, operands.linear_weight)
     if isinstance(call, DoubleBackward):  # logits, S @ W and S.T @ X; H and two more products for each cotangent
         return logits * (3 + 2 * sum(grad is not None for grad in call.grad_grads[:2]))
-    if isinstance(call, LowRankWithGrad):  # the head is frozen
-        want_input, *of_pair, _ = call.output_mask
-        pair = product(operands.low_rank_input, operands.low_rank_weight)
-        return logits * (1 + want_input) + pair * (1 + sum(of_pair))
     found = logits * (1 + sum(getattr(call, "output_mask", ())[:2]))
     if getattr(call, "retained", None) is not None:  # saved logits cost nothing
         found -= product((call.retained[0], operands.input[1]), operands.linear_weight)

@@ -40,7 +40,6 @@ RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.labe
 RANK_ONE_IN_TRITON = Condition(  # all ranks must choose the same path, so this ignores their sizes
     f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
-NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0. The loss is exactly 0 only if the target's logit and lse come from one
 # product, as in ATen.
@@ -67,7 +66,6 @@ ONE_CLASS_A_TOKEN = Condition("one class a token", lambda s: not s.topk)
 HALF_TEACHER = Condition("a half teacher", lambda s: s.teacher in (None, *HALF_DTYPES))
 KL_DIV = (NVIDIA, HALF, HALF_TEACHER, NOT_EMPTY, CLASSES, EVERY_RANK)  # only conditions that are the same on all ranks
 
-FROZEN = Condition("a linear_weight without a gradient", lambda s: not s.trains_weight)
 
 WANTS_LOGITS = Condition("a gradient of logits", lambda s: s.wants_gradient)
 HANDED_OVER = Condition("inplace_backward=True", lambda s: s.handed_over)
@@ -120,15 +118,6 @@ LOSS = {
         ),
         Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
     ),
-    "a scalar loss of a head with a low-rank pair": (
-        Path("one pass", (FROZEN, *MADE_IN_FORWARD), why="..._low_rank_with_grad: 2 GEMM passes, gradients in forward"),
-        Path(
-            "recompute",
-            (FROZEN, NO_FUNCTORCH),
-            why="..._low_rank_with_grad for the losses: 1 pass; backward calls it for the gradients, 2 more",
-        ),
-        Path("concatenated", (), why="the pair as features of input and of a copy of linear_weight"),
-    ),
     "a scalar loss of given logits": (
         Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
         Path("one pass", OF_LOGITS, why="..._with_grad: the gradient in forward, beside the logits"),
@@ -180,11 +169,6 @@ KERNELS = {
         (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # only conditions that are the same on all ranks
         ".steps.with_grad:launch_vocab_parallel_with_grad",
         ".with_grad:vocab_parallel_with_grad",
-    ),
-    "linear_cross_entropy_low_rank_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16, NOT_SMOOTHED),
-        ".steps.low_rank_with_grad:launch_low_rank_with_grad",
-        ".low_rank:low_rank_with_grad",
     ),
     "linear_cross_entropy_double_backward": (Path("aten", (), ".aten:double_backward"),),
     "cross_entropy_forward": kernels(

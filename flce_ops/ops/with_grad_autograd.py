@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..math.options import Operands, Statistics, accumulation_dtype, changed
-from ..math.reduction import Reduction
+from ..math.options import Operands, Statistics, changed
 from ..math.statistics import Rows, asked_of_rows, log_probs_of_targets, surprisal
 from ..math.topk import tokens_that_count
-from ..meta.arguments import ROW_LOSSES, Backward, Forward, LowRankWithGrad, RowLossWithGrad, WithGrad
+from ..meta.arguments import ROW_LOSSES, Backward, Forward, RowLossWithGrad, WithGrad
 from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
 from ..objectives.row import RowObjective
@@ -56,35 +55,6 @@ ROW_LOSS_FUNCTIONS = tuple(
     type(f"{arguments.__name__}Function", (RowLossFunction,), {"arguments": arguments, "function": name})
     for name, arguments in ROW_LOSSES.items()
 )
-
-
-class LowRankWithGradFunction(MadeInForward):
-    arguments = LowRankWithGrad
-
-    @classmethod
-    def made_again(cls, call, grad_loss=None):
-        gradients, losses = differentiable_gradients(concatenated(call), grad_loss)
-        return of_pair(call, gradients), losses
-
-    @classmethod
-    def differentiable(cls, call):
-        return [True, not any(call.output_mask), *[False] * len(cls.arguments.made)]
-
-    @classmethod
-    def times(cls, call, saved, needs, grad_loss, *others):
-        if any(call.output_mask):
-            return super().times(call, saved, needs, grad_loss)
-        slope = others[0]
-        if grad_loss is not None:
-            valid, dtype = call.operands.target != call.ignore_index, accumulation_dtype(call.operands.input.dtype)
-            of_loss = call.reduction.scale_of_tokens(valid, dtype) * grad_loss
-            slope = of_loss if slope is None else of_loss + slope
-        call.reduction, call.output_mask = Reduction(slope), needs
-        if torch.is_grad_enabled():
-            return cls.made_again(call)
-        # if a compiled checkpoint recomputes the losses, they are other tensors than forward's
-        _, losses, *gradients = call.dispatched()
-        return gradients, losses
 
 
 def differentiable_gradients(
@@ -133,23 +103,3 @@ def objective_of(
     log_probs = log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
     tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(dtype))
     return call.objective(call.options, tokens), -log_probs, (log_probs,)
-
-
-def concatenated(call: LowRankWithGrad) -> WithGrad:
-    """The same loss as a call of the ordinary operator."""
-    want_input, want_pair_input, want_pair_weight, want_bias = call.output_mask
-    output_mask = [want_input or want_pair_input, want_pair_weight, want_bias]
-    return WithGrad.like(call, operands=call.operands.concatenated, output_mask=output_mask)
-
-
-def of_pair(call: LowRankWithGrad, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The pair's four gradients, from the three of `concatenated`."""
-    (of_input, of_weight, of_bias), hidden = gradients, call.operands.input.shape[1]
-    want_input, want_pair_input, want_pair_weight, _ = call.output_mask
-    nothing = of_bias.new_empty(0)
-    return [
-        of_input[:, :hidden] if want_input else nothing,
-        of_input[:, hidden:] if want_pair_input else nothing,
-        of_weight[:, hidden:] if want_pair_weight else nothing,
-        of_bias,
-    ]

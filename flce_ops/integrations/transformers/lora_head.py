@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._ops import ops
-from ...math.options import normalizer_tensor
+from ...functional import linear_cross_entropy
+from ...support.dtensors import any_dtensor
 
 # B batch, T tokens, D hidden, V vocabulary, r rank of the adapters
 
@@ -83,15 +83,8 @@ def loss_of_pair(
     normalizer: Tensor | int | None,
     **options: Any,
 ) -> Tensor:  # ()
-    """Same as linear_cross_entropy, with the pair's product added to the logits."""
-    normalizer = normalizer_tensor("linear_cross_entropy", normalizer, input)
-    return ops.linear_cross_entropy_low_rank(
-        input,
-        linear_weight,
-        pair.input,
-        pair.weight,
-        target,
-        linear_bias,
-        normalizer=normalizer,
-        **options,
-    )
+    """Same as linear_cross_entropy, with the pair as features of input and of a copy of linear_weight."""
+    if any_dtensor(input, linear_weight, *pair):
+        raise NotImplementedError("linear_cross_entropy: a LoRA adapter on a sharded head is not implemented")
+    input, linear_weight = torch.cat([input, pair.input], -1), torch.cat([linear_weight, pair.weight], 1)
+    return linear_cross_entropy(input, linear_weight, target, linear_bias, normalizer=normalizer, **options)

@@ -31,7 +31,6 @@ from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.logit_numbers import loaded, numbers_in_kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from ..steps.low_rank_pair import NO_PAIR, Pair, add_pair_product
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
 from .tiles import Tiles
@@ -94,8 +93,6 @@ def logits_gemm_kernel(
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
-    pair_input,  # (n, r): likewise; None without a pair
-    pair_weight,  # (V, r)
     guard_ptr,  # () int32, largest row sum of an earlier pass; the kernel runs only if it is too large; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
@@ -113,7 +110,6 @@ def logits_gemm_kernel(
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
-    RANK: tl.constexpr,  # r of the pair, contiguous; 0 without one
 ):
     if logit_numbers.by_token is None:
         numbers = loaded(logit_numbers, None, None)
@@ -121,7 +117,6 @@ def logits_gemm_kernel(
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_K)
-    pair_depth: tl.constexpr = tl.cdiv(RANK, BLOCK_K) if USE_TMA else 0
     tiles = row_blocks * vocab_blocks
     if guard_ptr is not None:
         tiles = tl.where(exceeds(guard_ptr), tiles, 0)
@@ -135,21 +130,15 @@ def logits_gemm_kernel(
         row_mask = rows < count
         col_mask = cols < V
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(depth + pair_depth):
+        for k in range(depth):
             if USE_TMA:
-                inputs, weights, step = input, linear_weight, k
-                if RANK > 0:
-                    if k >= depth:  # selects one of two tensor maps, so that one loop serves both products
-                        inputs, weights, step = pair_input, pair_weight, k - depth
-                a = inputs.load([row_start, step * BLOCK_K])
-                b = weights.load([col_start, step * BLOCK_K])
+                a = input.load([row_start, k * BLOCK_K])
+                b = linear_weight.load([col_start, k * BLOCK_K])
             else:
                 ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
                 a = load_tile(input, rows, ks, row_mask, ks < D)
                 b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
             acc = tl.dot(a, b.T, acc)
-        if RANK > 0 and not USE_TMA:
-            acc = add_pair_product(acc, pair_input, pair_weight, rows, cols, row_mask, col_mask, RANK, BLOCK_K)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -197,25 +186,23 @@ def launch_logits_gemm(
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # ()
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
-    pair: Pair = NO_PAIR,  # the low-rank pair (steps/low_rank_pair.py) whose product is added
     tiles: Tiles | None = None,
 ) -> None:
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
-    given = [input, linear_weight, out, pair.input, pair.weight]
+    given = [input, linear_weight, out]
     use_tma = tiles.tma and all(map(fits_tma, given))
     of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
     of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
-    matrices = kernel_matrices(given, (of_rows, of_classes, of_out, of_rows, of_classes), use_tma)
+    matrices = kernel_matrices(given, (of_rows, of_classes, of_out), use_tma)
     grid_tiles = cdiv(n, tiles.block_m) * cdiv(num_classes, tiles.block_n)
     programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
-        *matrices[:3],
+        *matrices,
         linear_bias,
         numbers_in_kernel(logit_options),
         epilogue,
-        *matrices[3:],
         guard,
         valid_tokens,
         n,
@@ -231,6 +218,5 @@ def launch_logits_gemm(
         # MaxSum's result is logits, not a gradient
         SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),
         BEFORE_SOFTCAP=before_softcap,
-        RANK=pair.rank,
         **tiles.options,
     )

@@ -37,7 +37,6 @@ from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
-from ..steps.low_rank_pair import NO_PAIR, Pair, pair_logit
 from .logit_numbers import loaded, numbers_in_kernel
 from .smoothing import ClassSum
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
@@ -68,7 +67,6 @@ def gather_tokens_kernel(
     rows_ptr,  # (n, D) out, with zeros after the valid rows up to a multiple of 128
     at_target,  # AtTarget, out; without a target, its reference alone
     class_sum,  # ClassSum; its fields are None without a logit sum
-    pair,  # Pair, with rows for all N tokens
     V,
     D,
     input_stride,  # (between tokens, between features)
@@ -77,7 +75,6 @@ def gather_tokens_kernel(
     vocab_start,
     logit_numbers,  # LogitNumbers
     BLOCK_D: tl.constexpr,
-    RANK: tl.constexpr,  # r of the pair
 ):
     """One program per row. Computes z2 of the target's column, or of column 0 if this rank lacks the target."""
     row = tl.program_id(0)
@@ -104,8 +101,6 @@ def gather_tokens_kernel(
             if at_target.logit_sum is not None:
                 summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
         product = tl.sum(acc, 0)
-        if pair.weight is not None:
-            product += pair_logit(pair, token, column, RANK)
         bias = None
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
@@ -191,7 +186,6 @@ def launch_gather_targets(
     rows: Tensor,  # (n, D) out
     *,
     class_sum: ClassSum | None = None,
-    pair: Pair = NO_PAIR,  # with all N tokens; only if a token has one class
 ) -> AtTarget:
     assert rows.stride(1) == 1
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
@@ -216,7 +210,6 @@ def launch_gather_targets(
         rows,
         at_target,
         class_sum or ClassSum(None, None),
-        pair,
         linear_weight.shape[0],
         hidden,
         input.stride(),
@@ -225,7 +218,6 @@ def launch_gather_targets(
         vocab_start,
         numbers_in_kernel(logit_options),
         BLOCK_D=block_d,
-        RANK=pair.rank,
         num_warps=4,
     )
     if not soft:

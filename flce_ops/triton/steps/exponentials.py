@@ -25,7 +25,6 @@ from ..gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
-from .low_rank_pair import NO_PAIR, Pair
 from .quantized_logits import QuantizedLogits
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
@@ -76,7 +75,6 @@ def launch_exponentials(
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
     scratch: Tensor | None = None,  # flat float32, memory for two numbers per row and tile
-    pair: Pair = NO_PAIR,
     exchange: Exchange | None = None,  # of tiles, if ranks share the rows: sums are those of whole rows, and references
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands
@@ -114,7 +112,6 @@ def launch_exponentials(
                 valid_tokens,
                 out=out if sums.quantized is None else sums.quantized.numbers,
                 guard=guarded,
-                pair=pair.of(cols),
             )
             if sums.argmax is not None and cols.start:
                 sums.argmax[of_tiles] += cols.start
@@ -127,7 +124,7 @@ def launch_exponentials(
     launch_sum_tiles(of_all_ranks(partial), row_sum, valid_tokens, raises=guard)
 
     operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
-    backend.logits(*operands, guard=guard, pair=pair)
+    backend.logits(*operands, guard=guard)
     maxima, parts = of_all_ranks(partial_max), of_all_ranks(partial)
     launch_max_and_sum(maxima, parts, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}

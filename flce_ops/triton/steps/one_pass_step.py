@@ -41,7 +41,6 @@ from .chunking import Chunking
 from .chunks import padded
 from .exponentials import RowSums, launch_exponentials
 from .gradients import Gradients, write_input_gradient
-from .low_rank_pair import NO_PAIR
 from .overlay import Overlay, places, scratch_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
@@ -75,7 +74,6 @@ class OnePassStep:
     def __post_init__(self) -> None:
         self.operands: Operands = self.call.operands
         self.tokens = self.operands.input.shape[0]  # all N tokens, which the chunks divide
-        self.pair = self.pair_of_chunk = NO_PAIR  # for all N tokens, and for the current chunk: low_rank_with_grad.py
         self.by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: split_k.py
         self.grad_input, grad_weight, self.bias_sum = self.gradients
         self.input_blocks = EVERY_BLOCK
@@ -150,7 +148,7 @@ class OnePassStep:
         valid_tokens, of_tokens = self.valid_tokens.of(chunk), self.per_token
         statistics = of_tokens.statistics
         class_sum = None if self.smoothing is None else self.smoothing.class_sum
-        at_target = launch_gather_targets(self.call, valid_tokens, rows, class_sum=class_sum, pair=self.pair)
+        at_target = launch_gather_targets(self.call, valid_tokens, rows, class_sum=class_sum)
         # of the targets: logit, dz/du and column
         tokens = Tokens(valid_tokens, *at_target[:3], of_tokens.reduction, of_tokens.losses, of_tokens.log_probs)
         sums = launch_exponentials(
@@ -163,7 +161,6 @@ class OnePassStep:
             # as forward's operator sums
             reference_class=at_target.reference_class if self.by_ranges and statistics.entropy is not None else None,
             scratch=scratch,
-            pair=self.pair_of_chunk,
         )
         self.row_sum = sums.exponentials
         finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
