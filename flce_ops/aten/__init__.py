@@ -10,12 +10,10 @@ with_grad.py                           gradients made in forward: any row object
 cross_entropy.py                       given logits, without a GEMM
 support.py                             logits of a support's classes, without a GEMM
 low_rank.py                            with_grad for a frozen head with a low-rank pair
-second_order.py                        second derivatives, and their derivative along a vector
 """
 
 from .backward import backward, backward_in_place
 from .forward import forward
-from .second_order import double_backward
 from .with_grad import with_grad
 
-__all__ = ["backward", "backward_in_place", "double_backward", "forward", "with_grad"]
+__all__ = ["backward", "backward_in_place", "forward", "with_grad"]

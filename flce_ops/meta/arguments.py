@@ -133,34 +133,6 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     sparse: SparseGradient
 
 
-class GradGrads(NamedTuple):
-    """The cotangents of the backward operator's results."""
-
-    grad_grad_input: Tensor | None  # (N, D)
-    grad_grad_linear_weight: Tensor | None  # (V, D)
-    grad_grad_linear_bias: Tensor | None  # (V,)
-
-
-class DoubleBackward(Arguments, keyword_from="ignore_index"):
-    """The derivative of the backward operator. The results are the gradients of its first six tensors."""
-
-    op = "linear_cross_entropy_double_backward"
-    results = (topk("grad_target_logit"), token("grad_lse"), token("grad_logit_sum"), *GRADIENTS)
-
-    grad_grads: GradGrads
-    cotangents: Cotangents
-    operands: Operands
-    lse: Tensor  # (N,)
-    ignore_index: int = -100
-    logits: LogitOptions
-    vocab_start: SymInt = 0
-    lse_rest: Tensor | None = None  # (N,)
-
-    @property
-    def output_mask(self) -> list[bool]:
-        return [True, True, self.operands.linear_bias is not None]
-
-
 GRADIENT_OF_LOGITS = (gradients("logits")[0]._replace(asked=None),)
 
 

@@ -18,7 +18,7 @@ from ..math.sparse_gradient import SparseGradient
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from . import checks, kl_div_checks
-from .arguments import BackwardInPlace, GradGrads, RowOperands, VocabParallelWithGrad
+from .arguments import BackwardInPlace, RowOperands, VocabParallelWithGrad
 from .call import Arguments, Result
 
 # N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
@@ -148,12 +148,6 @@ def check_target_weight(op: str, call: Any, target_weight: Tensor | None) -> Non
     checks.check_device(op, call.operands.input, target_weight=target_weight)
 
 
-def check_grad_grads(op: str, call: Any, grad_grads: GradGrads) -> None:
-    for tensor, like, name in zip(grad_grads, call.operands, GradGrads._fields[:2]):
-        if tensor is not None and tensor.shape != like.shape:
-            raise ValueError(f"{op}: expected {name} of shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
-
-
 def check_retained(op: str, call: Any, retained: Tensor) -> None:
     columns = call.operands.saved_columns
     if retained.dim() != 2 or retained.shape[1] != columns or retained.dtype != torch.int16:
@@ -206,7 +200,6 @@ CHECKS: dict[Any, Check] = {  # by group or argument, in this order
     "grad_target_logit": lambda op, call, grad: checks.check_per_target(
         op, call.operands.target, grad_target_logit=grad
     ),
-    GradGrads: check_grad_grads,
     "student_kl": check_divergence_rows,
     "retained": check_retained,
     # forward only passes these options on to backward

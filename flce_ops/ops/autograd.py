@@ -4,9 +4,7 @@ logit. Only autograd holds what is saved, so saved logits are freed after backwa
 forward            saves its arguments, lse, saved logits                    <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- multiplies them by one scalar:
                                                                                 made_in_forward.py
-backward           saves its arguments                                       <- double_backward
-double_backward    saves its arguments except the first three, in which      <- their change along a direction;
-                   it is linear                                                 third derivatives are refused
+backward           saves its arguments                                       <- the plain formula: second_order.py
 
 """
 
@@ -14,14 +12,11 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..aten.second_order import backward_tangent
 from ..math.options import Cotangents
 from ..meta.arguments import (
     Backward,
     BackwardInPlace,
-    DoubleBackward,
     Forward,
-    GradGrads,
 )
 from ..support.holes import refuse_hole
 from ..support.torch_private import (
@@ -30,14 +25,14 @@ from ..support.torch_private import (
     save_without_version_check,
     traced_input,
 )
-from .call_facts import facts_of
 from .function import (
     OPERANDS,
     OperatorFunction,
     wanted,
     where_wanted,
 )
-from .paths import choice_of, saved_rows
+from .paths import saved_rows
+from .second_order import second_derivatives
 
 # N tokens, D hidden, V vocabulary
 
@@ -45,7 +40,6 @@ from .paths import choice_of, saved_rows
 class ForwardFunction(OperatorFunction):
     arguments = Forward
     with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
-    per_token = ("input", "target")
 
     @classmethod
     def with_gradient(cls, values):
@@ -115,19 +109,14 @@ class BackwardFunction(OperatorFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        ctx.has_expectation = call.grad_expected_log_prob is not None
-        call.grad_expected_log_prob = call.expected_log_prob = call.retained = None
+        call.retained = None
         return ()
 
     @classmethod
     def gradients(cls, ctx, call, saved, *grad_grads):
         if call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
-        if ctx.has_expectation:
-            refuse_hole("linear_log_probs", "second of the entropy")
-        found = DoubleBackward.like(call, grad_grads=GradGrads(*grad_grads)).dispatched()
-        names = (*Cotangents._fields, *OPERANDS)
-        return where_wanted(found, wanted(ctx, Backward, *names), names)
+        return second_derivatives(call, grad_grads)
 
 
 class BackwardInPlaceFunction(OperatorFunction):
@@ -140,29 +129,3 @@ class BackwardInPlaceFunction(OperatorFunction):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
             refuse_hole(cls.called(), "second of main_grad")
-
-
-class DoubleBackwardFunction(OperatorFunction):
-    """Has derivatives only by its first three arguments.
-
-    The operator is linear in these three, which are cotangents. torch.autograd.functional.hvp differentiates by them.
-    """
-
-    arguments = DoubleBackward
-    with_derivative = tuple(result.name for result in DoubleBackward.results)
-
-    @classmethod
-    def for_backward(cls, ctx, call, results):
-        ctx.tensors = [index for index, value in enumerate(call.values()) if isinstance(value, Tensor)]
-        call.grad_grads = GradGrads(None, None, None)  # not needed, because the operator is linear in them
-        return ()
-
-    @classmethod
-    def gradients(cls, ctx, call, saved, *direction):
-        edges = zip(ctx.tensors, ctx.next_functions)
-        others = any(runs_in_this_backward(node) for index, (node, _) in edges if index >= 3 and node is not None)
-        if others or torch.is_grad_enabled():
-            refuse_hole(cls.called(), "third")
-        call.choice = choice_of(DoubleBackward.op, facts_of(call))
-        changes = backward_tangent(call, direction)
-        return where_wanted(changes, ctx.needs_input_grad, GradGrads._fields)

@@ -14,18 +14,18 @@ are
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, LogitOptions
+from ..math.options import Cotangents
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..support.holes import refuse_hole
 from ..support.running import running
 from ..support.torch_private import functorch_is_active, root_of
-from .function import OperatorFunction, save, wanted, where_wanted
+from .function import OperatorFunction, save
 from .made_in_forward import MadeInForward
+from .second_order import second_derivatives
 
 # N tokens, V vocabulary
 
@@ -65,44 +65,7 @@ class BackwardFunction(OperatorFunction):
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_grad_logits):
-        names = (*Cotangents._fields, "logits")
-        return where_wanted(second_derivatives(call, grad_grad_logits), wanted(ctx, LogitsBackward, *names), names)
-
-
-def second_derivatives(call: Any, h: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of the cotangents of target_logit, lse and logit_sum, (N,) each, and of the logits, (N, V)."""
-    logits, target, weight = call.operands
-    dtype = call.lse.dtype
-    valid = (target != call.ignore_index)[:, None]
-    column = torch.where(valid, target[:, None], 0).long()
-    h = torch.where(valid, h, 0.0).to(dtype)
-    z, slope, slope_slope = activated(torch.where(valid, logits, 0.0).to(dtype), call.logits)
-    p = z.softmax(1)
-    a, l, m = (None if cotangent is None else cotangent[:, None].to(dtype) for cotangent in call.cotangents)  # noqa: E741
-    w = z.new_ones(z.shape[1]) if weight is None else weight.to(dtype)
-    z_dot = h * slope
-    lse_dot = (p * z_dot).sum(1, keepdim=True)
-    d_u = torch.zeros_like(z)
-    if l is not None:
-        d_u = d_u + l * p * (z_dot - lse_dot) * slope
-    if slope_slope is not None:
-        d = torch.zeros_like(z)
-        for factor, of in ((l, p), (m, w), (a, torch.zeros_like(z).scatter(1, column, 1.0))):
-            d = d if factor is None else d + factor * of
-        d_u = d_u + d * slope_slope * h
-    d_u = torch.where(valid, d_u, 0.0).to(logits.dtype)
-    return z_dot.gather(1, column).squeeze(1), lse_dot.squeeze(1), (z_dot * w).sum(1), d_u
-
-
-def activated(u: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float, Tensor | None]:
-    """z, dz/du and d2z/du2 (None for 0), differentiable."""
-    softcap, logit_scale = options.of(slice(None))
-    scale = 1.0 if logit_scale is None else logit_scale
-    if softcap is None:
-        return scale * u, scale, None
-    tanh = torch.tanh(scale * u / softcap)
-    slope = scale / torch.cosh(scale * u / softcap).square()
-    return softcap * tanh, slope, -2.0 * scale / softcap * tanh * slope
+        return second_derivatives(call, [grad_grad_logits])
 
 
 class WithGradFunction(MadeInForward):

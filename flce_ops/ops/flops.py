@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
-from ..meta.arguments import DoubleBackward
 from ..meta.call import Arguments
 from .registration import OPERATORS
 
@@ -24,8 +23,6 @@ def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
 def flops(call: Any) -> int:
     operands = call.operands
     logits = product(operands.input, operands.linear_weight)
-    if isinstance(call, DoubleBackward):  # logits, S @ W and S.T @ X; H and two more products for each cotangent
-        return logits * (3 + 2 * sum(grad is not None for grad in call.grad_grads[:2]))
     found = logits * (1 + sum(getattr(call, "output_mask", ())[:2]))
     if getattr(call, "retained", None) is not None:  # saved logits cost nothing
         found -= product((call.retained[0], operands.input[1]), operands.linear_weight)

@@ -37,7 +37,6 @@ NUMBERS = tuple(
     for group in (*GROUPS, *(objective.options_of for objective in RowObjective.named.values()))
     for name in numbers_of(group)
 )
-LOGIT_NUMBERS = {*numbers_of(LogitOptions), *numbers_of(KlDivOptions)} - {"beta"}
 CONSTANTS = ("denominator", "main_grad")
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
 
@@ -47,16 +46,13 @@ class OperatorFunction(Function):
     name.
 
     Forward-mode differentiation is refused with an error that names the function. Under vmap it runs one batch element
-    at a time. If all results are per token and only per-token arguments have a batch, it runs the batch as more tokens
-    of one call.
+    at a time.
     """
 
     arguments: ClassVar[type[Arguments]]
     function: ClassVar[str] = "linear_cross_entropy"  # named in errors if the operator itself is called
     reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
     with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
-    per_token: ClassVar[tuple[str, ...]] = ()  # arguments (N, ...), if the results are per token, too
-    token_dim: ClassVar[int] = 0  # the dimension of tokens in every result
 
     # indices of `with_derivative`, each with what says whether a call requests the result
     derivatives: ClassVar[list[tuple[int, Callable | None]]]
@@ -142,16 +138,7 @@ class OperatorFunction(Function):
     def vmap(cls, info, in_dims, *args):
         if info.batch_size == 0:
             refuse_hole("flce_ops", "empty vmap")
-        per_token = {cls.arguments.index[name] for name in cls.per_token}
-        per_token |= {index for index in cls.of_logits() if of_tokens(args[index], in_dims[index])}
-        if all(dim is None or index in per_token for index, dim in enumerate(in_dims)):
-            return vmap_by_tokens(cls, info.batch_size, in_dims, args, per_token)
         return vmap_by_loop(cls, info.batch_size, in_dims, args)
-
-    @classmethod
-    def of_logits(cls) -> list[int]:
-        """The indices of logit_scale and softcap. They have a number for each token if each token has a temperature."""
-        return [index for name, index in cls.arguments.index.items() if name in LOGIT_NUMBERS]
 
     @classmethod
     def kernel(cls, op: torch._ops.OpOverload) -> Callable:
@@ -227,29 +214,6 @@ def where_wanted(
     gradients: Sequence[Tensor | None], mask: Sequence[bool], names: Sequence[str] = OPERANDS
 ) -> dict[str, Tensor | None]:
     return {name: gradient if want else None for name, gradient, want in zip(names, gradients, mask)}
-
-
-def of_tokens(number: Any, batch_dim: int | None) -> bool:
-    return isinstance(number, Tensor) and number.dim() - (batch_dim is not None) == 1
-
-
-def vmap_by_tokens(function: type[OperatorFunction], batch: int, in_dims, args, per_token: set[int]):
-    """One call for the whole batch. A weight's gradient is then one sum, which may fit float16 where the gradients of
-    single elements do not.
-    """
-    args, tokens = list(args), 0
-    for index in per_token:
-        tensor, dim = args[index], in_dims[index]
-        if tensor is not None:
-            stacked = tensor.expand(batch, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            args[index], tokens = stacked.flatten(0, 1), stacked.shape[1]
-    results, dims = [], []
-    for result in function.apply(*args):
-        dim = function.token_dim % result.dim()
-        of_tokens = result.shape[dim] == batch * tokens  # (0,) if not requested
-        results.append(result.unflatten(dim, (batch, tokens)) if of_tokens else result)
-        dims.append(dim if of_tokens else None)
-    return tuple(results), tuple(dims)
 
 
 def vmap_by_loop(function: type[Function], batch: int, in_dims, args):

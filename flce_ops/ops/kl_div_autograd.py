@@ -30,8 +30,6 @@ class KlDivFunction(OperatorFunction):
 class ForwardFunction(KlDivFunction):
     arguments = KlDivForward
     with_derivative = ("divergence",)
-    per_token = ("input", "teacher_input", "teacher_probs", "valid")
-    token_dim = -1
 
     @classmethod
     def for_backward(cls, ctx, call, results):

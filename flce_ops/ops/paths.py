@@ -170,7 +170,6 @@ KERNELS = {
         ".steps.with_grad:launch_vocab_parallel_with_grad",
         ".with_grad:vocab_parallel_with_grad",
     ),
-    "linear_cross_entropy_double_backward": (Path("aten", (), ".aten:double_backward"),),
     "cross_entropy_forward": kernels(
         TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_forward", ".cross_entropy:forward"
     ),

@@ -5,7 +5,6 @@
     flce::linear_cross_entropy_backward_         adds the gradient of linear_weight to a buffer
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, if ranks share the vocabulary
-    flce::linear_cross_entropy_double_backward   derivatives of the backward operator
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
     flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, for policy losses
     flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
@@ -52,7 +51,6 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.ForwardFunction,
     autograd.BackwardFunction,
     autograd.BackwardInPlaceFunction,
-    autograd.DoubleBackwardFunction,
     with_grad_autograd.WithGradFunction,
     *with_grad_autograd.ROW_LOSS_FUNCTIONS,
     kl_div_autograd.ForwardFunction,

@@ -26,8 +26,6 @@ HOLES = {
     "probabilities alone; detach the entropy, or leave gradient_threshold out",
     "second of a sparse gradient": "second derivatives of a loss with gradient_threshold are not implemented, as its "
     "gradient is a sample; leave gradient_threshold out",
-    "second of the entropy": "second derivatives through the entropy are not implemented; detach the entropy, or "
-    "compute it from F.linear's logits",
     "second of main_grad": "a backward that adds to main_grad cannot be differentiated (create_graph=True); leave "
     "main_grad out where a second derivative is wanted",
     "second of given logits": "second derivatives of a scalar loss are not implemented, as its gradient was made in "
@@ -35,7 +33,6 @@ HOLES = {
     "twice",
     "second of a divergence": "second derivatives are not implemented; use F.kl_div or F.cross_entropy on the logits, "
     "F.linear(input, linear_weight), for them",
-    "third": "third derivatives are not implemented; use F.cross_entropy(F.linear(...)) for them",
     # values of arguments
     "float16": "gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "
     "bfloat16",
