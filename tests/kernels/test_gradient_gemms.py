@@ -19,7 +19,6 @@ from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.copy_rows import launch_spread_rows
-from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
 from flce_ops.triton.steps.chunking import best_chunking, problem_of
 from flce_ops.triton.steps.chunks import product_bytes, rows_that_fit, slices
@@ -32,7 +31,7 @@ def valid_tokens_of(count, n, start=0, device="cpu"):
     """The first `count` places over all chunks hold tokens. n of the places belong to this chunk."""
     order = torch.arange(n, dtype=torch.int32, device=device)
     total = torch.tensor(count, dtype=torch.int32, device=device)
-    return ValidTokens(order, total, start, total)
+    return ValidTokens(order, total, start)
 
 
 @interpreter

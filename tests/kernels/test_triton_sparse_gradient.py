@@ -13,7 +13,6 @@ from flce_ops import aten
 from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.gemm.tma import matrix_of
-from flce_ops.triton.launch import replay
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse import gather_sums, sparse_or_dense

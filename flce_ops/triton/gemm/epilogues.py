@@ -67,10 +67,6 @@ class ReferenceClass(NamedTuple):
     logit: Tensor  # a rescue (steps/exponentials.py) does not change this copy
 
 
-# the fields of ExpSum that hold one row of numbers for each tile
-PER_TILE = "partial", "logit_sum", "expected", "row_max", "argmax", "squares", "total"
-
-
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
@@ -84,11 +80,6 @@ class ExpSum(NamedTuple):
     quantized: QuantizedLogits | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
     first_column: int = 0  # the class of column 0
-
-    def of(self, tiles: slice, columns: slice) -> "ExpSum":
-        own = {name: part[tiles] for name in PER_TILE if (part := getattr(self, name)) is not None}
-        class_weight = None if self.class_weight is None else self.class_weight[columns]
-        return self._replace(class_weight=class_weight, first_column=columns.start, **own)
 
 
 @triton.jit

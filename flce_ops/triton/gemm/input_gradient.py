@@ -29,8 +29,6 @@ from .tma import kernel_matrices, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
 
-ClassSlices = list[tuple[slice, Tensor]]  # classes, and their (n, v) columns of E
-
 
 class Finish(NamedTuple):
     """What turns the product E @ W into grad_input. All are (n,) except the last."""
@@ -38,12 +36,9 @@ class Finish(NamedTuple):
     row_factor: Tensor | None = None  # c_i; None for 1
     column: Tensor | None = None  # int64, the target's class, -1 for none; given together with `residual`
     residual: Tensor | None = None
-    outer_row: Tensor | None = None  # outer_row times outer_column is added, a matrix of rank 1
-    outer_column: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
-        per_row = [None if vector is None else vector[rows] for vector in self[:-1]]
-        return Finish._make([*per_row, self.outer_column])
+        return Finish._make(None if vector is None else vector[rows] for vector in self)
 
 
 @triton.jit
@@ -64,9 +59,6 @@ def finished_tile(
         there = row_mask & (column >= 0)
         weight = load_tile(linear_weight, column, cols, there, col_mask)
         product += residual[:, None] * weight.to(tl.float32)
-    if finish.outer_row is not None:
-        outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
-        product += outer[:, None] * tl.load(finish.outer_column + cols, mask=col_mask, other=0.0)[None, :]
     return product
 
 

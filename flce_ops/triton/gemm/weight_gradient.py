@@ -45,8 +45,7 @@ from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from .overflow_rows import launch_overflow_rows
 from .sum_scales import LARGEST_SUM, NO_ROOM, ROOM, Sum, exponent_of, largest_of_rows, power_of_two, scaled_products
 from .tiles import Tiles
-from .tma import NO_OUTER, Outer, block_of_tile, kernel_matrices, load_tile, outer_product
-from .transposed_tiles import fits_transposed_tiles, launch_transposed_tiles
+from .tma import block_of_tile, kernel_matrices, load_tile
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -61,7 +60,6 @@ def weight_gradient_kernel(
     result_ptr,  # (V, D) out, in the memory of the sum
     exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
     guard_ptr,  # () int32, nonzero if any row is marked
-    outer,  # Outer: (V,) and (D,) vectors whose outer product the first chunk adds
     valid_tokens,  # ValidTokens
     blocks,  # ClassBlocks
     n,
@@ -93,10 +91,9 @@ def weight_gradient_kernel(
     depth = tl.cdiv(count, BLOCK_K)
     tiles = class_blocks * feature_blocks
     if not ADDS:
-        taken = tl.load(valid_tokens.taken)
-        only = taken <= first_rows
+        only = tl.load(valid_tokens.total) <= first_rows
         if FIRST and LAST:
-            tiles = tl.where(only & (taken >= 0), tiles, 0)
+            tiles = tl.where(only, tiles, 0)
         else:
             tiles = tl.where(only, 0, tiles)
     if ADDS or not (FIRST or LAST):
@@ -125,9 +122,6 @@ def weight_gradient_kernel(
                 b = load_tile(rows, ks, features, ks < count, features < D)
             acc = tl.dot(a.T, b, acc)
 
-        if FIRST:
-            if outer[1] is not None:
-                acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
             acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
         elif not FIRST:
@@ -171,7 +165,6 @@ class WeightGradient:
     tokens: int  # of all chunks
     chunks: int  # the most chunks that the tokens take; 1 with `adds`
     adds: bool = False  # the gradient is added to what `out` holds
-    outer: Outer = NO_OUTER
     blocks: ClassBlocks = EVERY_BLOCK
 
     def __post_init__(self) -> None:
@@ -198,12 +191,9 @@ class WeightGradient:
         if first or last:
             self.launch(*arguments, first=first, last=last)
             return
-        added = self.sum.of(columns), exponentials, rows, valid_tokens
-        if self.blocks.number is None and fits_transposed_tiles(rows, self.tiles):
-            launch_transposed_tiles(*added, room=self.room, first_rows=self.first_rows, tiles=self.tiles)
-        else:
-            self.launch(*arguments)
+        self.launch(*arguments)
         if self.tiles.tma:
+            added = self.sum.of(columns), exponentials, rows, valid_tokens
             launch_overflow_rows(*added, blocks=self.blocks, tiles=self.tiles)
 
     def launch(
@@ -220,8 +210,6 @@ class WeightGradient:
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
-        of_classes, of_features = self.outer
-        outer = None if of_classes is None else of_classes[columns], of_features
         maps: list[Tensor | None] = [None, None]
         if tiles.tma and not self.adds:
             maps = [out if last else total.numbers, total.numbers if last and not first else None]
@@ -236,7 +224,6 @@ class WeightGradient:
             total.numbers,
             out,
             *total[1:],
-            outer if first else NO_OUTER,
             valid_tokens,
             self.blocks,
             n,

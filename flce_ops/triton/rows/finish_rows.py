@@ -22,7 +22,7 @@ from torch import Tensor
 from ...math.options import LogitOptions
 from ...math.reduction import Reduction
 from ...math.shards import lse_of_shards
-from ...objectives.in_triton import LN2, number
+from ...objectives.in_triton import LN2
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
 from ..kernel import Kernel
@@ -30,8 +30,8 @@ from ..steps.exponentials import RowSums
 from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
-from .two_sum import sum_from_lse, surprisal_in_nats
-from .valid_tokens import ValidTokens, row_vectors, valid_rows, written_rows
+from .two_sum import surprisal_in_nats
+from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
@@ -106,8 +106,6 @@ def shard_numbers(tokens: Tokens, sums: RowSums, vocab_start: int) -> Tensor:
     share = torch.where(here, torch.exp2(tokens.target_logit - reference), 0.0)
     row_sum = torch.where(row_sum < share, share, row_sum)
     numbers = [reference + row_sum.log2(), torch.where(here, tokens.target_logit, 0.0)]
-    if sums.logit_sum is not None:
-        numbers.append(sums.logit_sum)
     if sums.argmax is not None:
         numbers += [sums.max_logit, (sums.argmax + vocab_start).to(torch.float32)]
     return torch.stack(numbers)
@@ -174,23 +172,16 @@ def finish_rows_kernel(
         surprisal = distance * LN2
         if tokens.log_probs is not None:
             log_prob = -surprisal_in_nats(logit, reference, log2_sum)
-            tl.store(
-                tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=written_rows(tokens.valid_tokens, i, n)
-            )
+            tl.store(tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=i < n)
         of_target, slope_of_target = OF_TARGET(surprisal, weight, at, objective)
         if SOFT:  # a class of weight 0 may be switched off by a bias of -inf
             of_target = tl.where(weight == 0.0, 0.0, of_target)
         value += over_topk(of_target, SOFT)
         slope += over_topk(slope_of_target, SOFT)
         size += over_topk(tl.abs(slope_of_target + tl.zeros_like(distance)), SOFT)
-    logit_sum = None
-    if sums.logit_sum is not None:
-        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
-        class_weight_sum = number(objective.class_weight_sum, objective.num_classes * 1.0)
-        logit_sum = sum_from_lse(logit_sum2, class_weight_sum, lse2)
-    value, d_lse = OF_ROW(value, slope, lse2 * LN2, logit_sum, at, objective)
+    value, d_lse = OF_ROW(value, slope, lse2 * LN2, None, at, objective)
     if tokens.losses is not None:
-        tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=written_rows(tokens.valid_tokens, i, n))
+        tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)
 
     # The divisor keeps c E' finite if d_lse is tiny beside the slopes. A scale of inf times a d_lse of 0 stays nan, as
     # in ATen.
@@ -276,8 +267,6 @@ def launch_finish_rows(
     whole = None
     if gathered is not None:
         whole = WholeRows(lse_of_shards(gathered[:, 0], torch.exp2, torch.log2), gathered[:, 1].sum(0))
-        if sums.logit_sum is not None:
-            sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
     finish_rows_kernel[(cdiv(n, rows),)](
         tokens,
         sums,

@@ -20,7 +20,7 @@ from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..steps.exponentials import Asked, RowSums
 from .two_sum import lse_in_nats
-from .valid_tokens import ValidTokens, valid_rows, written_rows
+from .valid_tokens import ValidTokens, valid_rows
 
 # N tokens, n rows of a chunk, V vocabulary
 
@@ -48,7 +48,7 @@ def row_statistics_kernel(
 ):
     """Ignored tokens get 0, and an argmax of -1."""
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = written_rows(valid_tokens, i, n)
+    inside = i < n
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=inside, other=0)
     if statistics.argmax is not None:

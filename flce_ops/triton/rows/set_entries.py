@@ -37,7 +37,9 @@ def set_entries_kernel(
     tl.store(matrix_ptr + rows.to(tl.int64) * stride_n + column, value.to(matrix_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_set_entries(matrix: Tensor, column: Tensor, value: Tensor, valid_tokens: ValidTokens, *, start: int) -> None:
+def launch_set_entries(
+    matrix: Tensor, column: Tensor, value: Tensor, valid_tokens: ValidTokens, start: int = 0
+) -> None:
     """`column` and `value` are (n,) or (n, K). The matrix holds the columns from `start` on."""
     assert matrix.stride(1) == 1
     (rows, columns), places = matrix.shape, 1 if column.dim() == 1 else column.shape[1]

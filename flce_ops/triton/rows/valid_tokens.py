@@ -35,9 +35,6 @@ class ValidTokens(NamedTuple):
     order: Tensor  # (n,) int32
     total: Tensor  # () int32, valid tokens over all chunks
     start: int
-    # () int32, the total. If another view runs this chunk's tokens (choose_chunking): minus the number of places that
-    # the other view handles
-    taken: Tensor
 
     def of(self, rows: slice) -> "ValidTokens":
         return self._replace(order=self.order[rows], start=self.start + rows.start)
@@ -61,19 +58,13 @@ def row_distance(n):
 @triton.jit
 def valid_rows(valid_tokens, n):
     """How many of a chunk's n rows hold a valid token."""
-    return tl.minimum(tl.maximum(tl.load(valid_tokens.taken) - valid_tokens.start, 0), n)
+    return tl.minimum(tl.maximum(tl.load(valid_tokens.total) - valid_tokens.start, 0), n)
 
 
 @triton.jit
 def padded_rows(count, n):
     """The valid rows and the rows of zeros after them."""
     return tl.minimum(tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, n)
-
-
-@triton.jit
-def written_rows(valid_tokens, i, n):
-    """Which of a chunk's rows write results of tokens; ignored tokens get 0."""
-    return (i < n) & (valid_tokens.start + i + tl.load(valid_tokens.taken) >= 0)
 
 
 @Kernel
@@ -165,7 +156,7 @@ def compact_tokens(
     compact_tokens_kernel[(1,)](
         target, order, place, count, in_range, tokens, ignore_index, num_classes, BLOCK=4096, num_warps=8
     )
-    return ValidTokens(order, count, 0, count), place
+    return ValidTokens(order, count, 0), place
 
 
 class Count(NamedTuple):
@@ -181,35 +172,3 @@ def count_tokens(target: Tensor, ignore_index: int, num_classes: int, in_range: 
         target, None, None, total, in_range, tokens, ignore_index, num_classes, BLOCK=8192, num_warps=16
     )
     return Count(total)
-
-
-@Kernel
-def choose_chunking_kernel(
-    total_ptr,  # () int32
-    few_ptr,  # () int32, out
-    others_ptr,  # () int32, out
-    rows,
-    N,
-):
-    total = tl.load(total_ptr)
-    are_few = total <= rows
-    tl.store(few_ptr, tl.where(are_few, total, -N))
-    tl.store(others_ptr, tl.where(are_few, -rows, total))
-
-
-def choose_chunking(valid_tokens: ValidTokens, rows: int) -> tuple[ValidTokens, ValidTokens]:
-    """Returns two views of the tokens: the first for a step of one chunk, the second for a step of several. The device
-    makes one of them empty, according to the number of valid tokens.
-
-        valid tokens <= rows    one chunk: all of V at once, grad_linear_weight needs no sum over chunks
-        more                    the overlay chunk and those after it
-
-    The host does not know how many tokens are valid, so it launches both. Kernels of chunks without tokens return
-    immediately, about 30 us a step in all. This pays off because the logits of an overlay chunk come in slices of V:
-    with few tokens, each slice fills a wave and a half of tiles. H200, 8192x4096x128256 with 99 % ignored: 1.20 ms
-    without the choice, 0.98 on compacted rows. Results of ignored tokens are written by the view that is not empty.
-    """
-    # each number starts at a multiple of 16 bytes, because kernels are compiled for such addresses
-    few, others = valid_tokens.order.new_empty(2, 4, dtype=torch.int32)[:, 0].unbind()
-    choose_chunking_kernel[(1,)](valid_tokens.total, few, others, rows, valid_tokens.order.shape[0], num_warps=1)
-    return valid_tokens._replace(taken=few), valid_tokens._replace(taken=others)

@@ -31,7 +31,6 @@ from ...math.sparse_gradient import TILE, Shard, room_of_row
 from ...math.topk import in_columns
 from ...meta.arguments import VocabParallelWithGrad
 from ...support.workspace import matrix_bytes, reserved
-from ..gemm.input_gradient import ClassSlices
 from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.row_statistics import sum_pairs
@@ -67,7 +66,7 @@ class SparseStep(OnePassStep):
         chunks: list[slice],
         shard: Shard | None,
     ) -> None:
-        super().__init__(call, valid_tokens, per_token, gradients, Chunking(None, chunks, False, 0))
+        super().__init__(call, valid_tokens, per_token, gradients, Chunking(chunks, 0))
         self.options, self.room, self.shard = call.sparse, room, shard
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense, self.seed = NONE_DENSE, None
@@ -89,12 +88,9 @@ class SparseStep(OnePassStep):
         if self.sparse_weight:
             self.gather_weight(span)
 
-    def exponentiate(
-        self, chunk: slice, rows: Tensor, class_slices: ClassSlices, scratch: Tensor | None = None
-    ) -> tuple[Tokens, FinishedRows]:
+    def exponentiate(self, chunk: slice, rows: Tensor, exponentials: Tensor) -> tuple[Tokens, FinishedRows]:
         """Also makes the chunk's lists. The gradient GEMMs that follow only see targets of dense classes."""
-        tokens, finished = super().exponentiate(chunk, rows, class_slices, scratch)
-        ((_, exponentials),) = class_slices
+        tokens, finished = super().exponentiate(chunk, rows, exponentials)
         row_sum, num_classes = self.row_sum if finished.row_sum is None else finished.row_sum, exponentials.shape[1]
         of_rows = matrix_of(exponentials), row_sum, tokens.valid_tokens, self.dense
         listed = SparseRows(*of_rows, num_classes, self.options.gradient_threshold, self.seed)
@@ -108,17 +104,15 @@ class SparseStep(OnePassStep):
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
-    def add_to_weight(self, tokens: Tokens, rows: Tensor, class_slices: ClassSlices, finished: FinishedRows) -> None:
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, exponentials: Tensor, finished: FinishedRows) -> None:
         if self.dense.number is not None or not self.sparse_weight:
             tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
-            super().add_to_weight(tokens, rows, class_slices, finished)
+            super().add_to_weight(tokens, rows, exponentials, finished)
 
-    def write_input(
-        self, chunk: slice, tokens: Tokens, class_slices: ClassSlices, finished: FinishedRows, product: Tensor
-    ) -> None:
+    def write_input(self, chunk: slice, tokens: Tokens, exponentials: Tensor, finished: FinishedRows) -> None:
         if self.dense.number is not None or not self.sparse_input:
             tokens = tokens if self.sparse_input else tokens._replace(column=self.column)
-            super().write_input(chunk, tokens, class_slices, finished, product)
+            super().write_input(chunk, tokens, exponentials, finished)
 
     def gather_input(self, span: slice) -> None:
         """Gathers all chunks in one launch, so the GPU waits for the longest lists only once."""

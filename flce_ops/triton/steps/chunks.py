@@ -78,10 +78,8 @@ class Problem(NamedTuple):
     itemsize: int
     want_input: bool
     want_weight: bool
-    smoothed: bool
     sum_pairs: int
     workspace: int
-    recompute_below: int
     programs: int
     tiles: Tiles  # tiles of the input gradient's GEMM
     weight_tiles: Tiles
@@ -132,24 +130,22 @@ class Problem(NamedTuple):
             steps += ADDITION_STEPS * self.vocab * self.hidden / (128 * 256) / self.programs
         return steps
 
-    def chunks(self, start: int) -> tuple[float, list[slice]]:
-        """Divides the tokens from `start` into the fewest chunks or up to CHUNKS_MORE more, if their rows fill the
-        multiprocessors better. Returns main-loop steps and chunks.
+    def chunks(self) -> list[slice]:
+        """Divides the tokens into the fewest chunks or up to CHUNKS_MORE more, if their rows fill the multiprocessors
+        better.
         """
-        tokens, fitting = self.tokens - start, self.fitting()
+        tokens, fitting = self.tokens, self.fitting()
         if not tokens:
-            return 0.0, []
+            return []
         found: list[tuple[float, int]] = []
         fewest = cdiv(tokens, fitting)
         for count in range(fewest, fewest + CHUNKS_MORE + 1):
             size = slice_size(tokens, cdiv(tokens, count * MULTIPLE) * MULTIPLE)
-            if found and min(size, tokens) < self.recompute_below:
-                continue  # smaller chunks would recompute, with a fourth GEMM pass
             numbers, whole = self.product_bytes(min(size, tokens)) // 4, cdiv(tokens, size) - 1
             steps = self.steps(tokens - whole * size, numbers)
             found.append((steps + (whole * self.steps(size, numbers) if whole else 0.0), size))
-        steps, size = min(found, key=lambda cut: cut[0])
-        return steps, [slice(at, min(at + size, self.tokens)) for at in range(start, self.tokens, size)]
+        _, size = min(found, key=lambda cut: cut[0])
+        return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:

@@ -68,13 +68,11 @@ def launch_exponentials(
     input: Tensor,  # (n, D) of the valid tokens
     at_target: AtTarget,  # its reference is overwritten with lse if the chunk is rescued
     *,
-    # slices of columns, each from a multiple of 256, and (n, v) memory for their E
-    class_slices: list[tuple[slice, Tensor | None]] | None = None,
+    out: Tensor | None = None,  # (n, V), E
     quantized: QuantizedLogits | None = None,  # written instead of E
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
-    scratch: Tensor | None = None,  # flat float32, memory for two numbers per row and tile
     exchange: Exchange | None = None,  # of tiles, if ranks share the rows: sums are those of whole rows, and references
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands
@@ -83,9 +81,7 @@ def launch_exponentials(
     block_v = tiles_for(input).block_n
     classes = linear_weight.shape[0]
     tiles = cdiv(classes if exchange is None else shard_rows(call.num_classes, exchange.ranks), block_v)
-    if scratch is None or scratch.shape[0] < 2 * tiles * room:
-        scratch = torch.empty(2 * tiles * room, dtype=torch.float32, device=input.device)
-    partial, partial_max = scratch[: 2 * tiles * room].view(2, tiles, room).unbind()
+    partial, partial_max = torch.empty(2, tiles, room, dtype=torch.float32, device=input.device).unbind()
     per_tile: dict[str, Any] = {
         name: partial.new_empty(partial.shape) for name, wanted in asked._asdict().items() if wanted
     }
@@ -101,20 +97,9 @@ def launch_exponentials(
     )
 
     def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
-        for cols, out in class_slices or [(slice(0, linear_weight.shape[0]), None)]:
-            of_tiles = slice(cols.start // block_v, cdiv(cols.stop, block_v))
-            backend.logits(
-                input,
-                linear_weight[cols],
-                None if linear_bias is None else linear_bias[cols],
-                sums.of(of_tiles, cols),
-                call.logits,
-                valid_tokens,
-                out=out if sums.quantized is None else sums.quantized.numbers,
-                guard=guarded,
-            )
-            if sums.argmax is not None and cols.start:
-                sums.argmax[of_tiles] += cols.start
+        stored = out if sums.quantized is None else sums.quantized.numbers
+        given = input, linear_weight, linear_bias, sums, call.logits, valid_tokens
+        backend.logits(*given, out=stored, guard=guarded)
 
     def of_all_ranks(per_tile: Tensor) -> Tensor:
         return per_tile if exchange is None else exchange.tiles(per_tile, cdiv(call.num_classes, block_v))

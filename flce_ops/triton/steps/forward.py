@@ -116,7 +116,6 @@ def run_forward(
     valid_tokens: ValidTokens,
     outputs: meta.Outputs,
     *,
-    own_target: bool = True,
     exchange: Exchange | None = None,
 ) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
@@ -156,7 +155,7 @@ def run_forward(
             at_target,
             quantized=quantized.of(chunk) if chunk.start < retained.shape[0] else None,
             asked=asked,
-            reference_class=at_target.reference_class if own_target and call.expected_log_prob else None,
+            reference_class=at_target.reference_class if call.expected_log_prob else None,
             class_weight=class_weight,
             exchange=exchange,
         )

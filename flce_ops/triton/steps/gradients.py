@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK, ClassBlocks
-from ..gemm.input_gradient import ClassSlices, Finish
+from ..gemm.input_gradient import Finish
 from ..gemm.split_k import products_of_ranges
 from ..rows.copy_rows import launch_spread_rows
 from ..rows.valid_tokens import ValidTokens
@@ -37,7 +37,7 @@ def wanted_gradients(grads: Sequence[Tensor], output_mask: list[bool]) -> Gradie
 def write_input_gradient(
     out: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
-    class_slices: ClassSlices,  # of E
+    class_slices: list[tuple[slice, Tensor]],  # of E
     finish: Finish,
     valid_tokens: ValidTokens,
     memory: Tensor,  # flat float32

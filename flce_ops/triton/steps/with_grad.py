@@ -8,7 +8,6 @@ If ranks share the vocabulary, they exchange numbers of rows between the GEMMs o
 more with label smoothing, two more with argmax. Chunks are as large as the workspace allows, so exchanges are few.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from ...objectives.row import RowObjective
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
 from ..rows.row_statistics import sum_pairs
-from ..rows.smoothing import SmoothingTerms
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
@@ -35,7 +33,6 @@ from .chunking import Chunking, best_chunking, chunk_shard, problem_of
 from .chunks import make_vectors_contiguous, record_chunks
 from .gradients import finish_gradients, wanted_gradients
 from .one_pass_step import OnePassStep, StepTokens
-from .recompute import recompute_step
 
 # N tokens, D hidden, V vocabulary
 
@@ -74,11 +71,10 @@ def launch_step(
     recorded: WithGrad | RowLossWithGrad,  # the call that last_path() names
 ) -> tuple[Tensor, ...]:
     """Runs the step and returns its outputs."""
-    _, linear_weight, target, _, weight = call.operands
+    _, linear_weight, target, *_ = call.operands
     with torch.cuda.device_of(linear_weight):
-        class_weight = None if weight is None else weight.float()
         in_range = target.new_empty((), dtype=torch.bool)
-        chunks, notes = one_pass_step(call, objective, class_weight, in_range, *outputs)
+        chunks, notes = one_pass_step(call, objective, in_range, *outputs)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     record_chunks(recorded, linear_weight, chunks, *notes)
     return outputs
@@ -87,7 +83,6 @@ def launch_step(
 def one_pass_step(
     call: WithGrad,
     objective: RowObjective,
-    class_weight: Tensor | None,  # (V,) float32
     in_range: Tensor,  # () bool, out
     loss: Tensor,
     losses: Tensor,
@@ -102,20 +97,18 @@ def one_pass_step(
         input.shape[0],
         linear_weight,
         call.output_mask,
-        smoothed=objective.d_sum is not None,
         sum_pairs=sum_pairs(call.statistics),
         batch_invariant=call.batch_invariant,
     )
     valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
     chunking = best_chunking(problem)
-    return step_over_tokens(call, per_token, class_weight, valid_tokens, place, (loss, *grads), chunking, None)
+    return step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking, None)
 
 
 def step_over_tokens(
     call: Any,  # WithGrad; with a shard VocabParallelWithGrad
     per_token: StepTokens,
-    class_weight: Tensor | None,  # (v,) float32
     valid_tokens: ValidTokens,
     place: Tensor,  # (N,)
     results: tuple[Tensor, ...],  # the loss and the gradients
@@ -124,23 +117,14 @@ def step_over_tokens(
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
     loss, *grads = results
-    gradients, objective = wanted_gradients(grads, call.output_mask), per_token.objective
-    smoothing = None
-    if objective.d_sum is not None and not chunking.recompute:  # a recomputing step makes this term in G
-        smoothing = SmoothingTerms(
-            call.operands, class_weight, valid_tokens, per_token.reduction, objective.d_sum, call.logits
-        )
+    gradients, chunks = wanted_gradients(grads, call.output_mask), chunking.chunks
     if is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients, shard)
-        chunking = Chunking(None, chunks, False, 0)
     else:
-        step = OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing)
-        chunks = step.run(partial(recompute_step, call, place, per_token))
-    if smoothing is not None and gradients.bias_sum is not None:
-        smoothing.add_to_bias(gradients.bias_sum)
+        OnePassStep(call, valid_tokens, per_token, gradients, chunking).run_chunks(chunks)
     finish_gradients(grads, gradients, valid_tokens, place)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
-    return chunks, chunking.notes + sparse_notes(call)
+    return chunks, sparse_notes(call)
 
 
 @takes(VocabParallelWithGrad)
@@ -156,18 +140,13 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
         assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
         exchange = Exchange(call.group, call.ranks)
         objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, torch.float32)
-        own_weight = None
-        if weight is not None:
-            own_weight = weight.float()[call.vocab_start : call.vocab_start + linear_weight.shape[0]]
         own = statistics_of_shard(call.statistics, losses)
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
         reduction = Reduction(call.row_scale.contiguous())
         per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
         chunking = chunk_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
         shard = Shard(call.vocab_start, rows, exchange.gather)
-        chunks, notes = step_over_tokens(
-            call, per_token, own_weight, valid_tokens, place, (loss, *grads), chunking, shard
-        )
+        chunks, notes = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking, shard)
         exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
     record_chunks(call, linear_weight, chunks, *notes)
     return outputs
