@@ -37,18 +37,8 @@ CPU_ROWS = 128
 # product and adds the parts in bfloat16 or float16.)
 ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
-# A CPU's BLAS sums the products of a row in another order if the matrix has fewer rows than this. In float32 and
-# float64 it also does so in the last rows of a matrix, or of a thread's part of it, if their number is no multiple of
-# 4. So that a row's bits do not depend on its place, the last rows are multiplied a second time as a group of this
-# size, and no chunk has fewer rows unless the call has fewer. With AVX2 4 rows are enough. For AVX-512 MKL has other
-# kernels for up to 15 rows (in float32 if D is some hundreds), oneDNN for up to 7 (in float16).
-ROWS_OF_EQUAL_BITS = 16
 # ATen sums a single row in several threads. No block of a chunk has fewer rows than this.
 ROWS_OF_A_BLOCK = 4
-
-# A product of other classes may have other bits, too: batch_invariant multiplies blocks of this many by themselves.
-# The tiles of Triton's logits are this wide or a multiple.
-CLASSES_OF_EQUAL_BITS = 128
 
 # One matrix of a block takes 1 / BLOCK_SHARE of the workspace, and on a CPU at most this many bytes, for its cache. A
 # step takes the same time with 1 to 8 MiB.
@@ -73,20 +63,8 @@ def chunk_product(
     linear_weight: Tensor,
     linear_bias: Tensor | None = None,
     out: Tensor | None = None,
-    block: int = 0,  # of classes that are multiplied by themselves, if `out` is given; 0: all at once
 ) -> Tensor:  # u, (n, V)
     n, dtype = input.shape[0], product_dtype(input) if out is None else out.dtype
-    if input.device.type == "cpu" and dtype.itemsize >= 4 and n % ROWS_OF_EQUAL_BITS and n > ROWS_OF_EQUAL_BITS:
-        out = input.new_empty(n, linear_weight.shape[0]) if out is None else out
-        for rows in (slice(n - n % ROWS_OF_EQUAL_BITS), slice(n - ROWS_OF_EQUAL_BITS, n)):
-            chunk_product(input[rows], linear_weight, linear_bias, out[rows], block)
-        return out
-    if block:
-        for start in range(0, linear_weight.shape[0], block):
-            classes = slice(start, start + block)
-            bias = None if linear_bias is None else linear_bias[classes]
-            chunk_product(input, linear_weight[classes], bias, out[:, classes])
-        return out
     if readable(linear_weight):
         return product(input, linear_weight.T, dtype, linear_bias, out)
     if out is None:
@@ -136,7 +114,6 @@ def rows_per_chunk(
     least = ROWS_AT_LEAST
     if input.device.type == "cpu":
         rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
-        rows -= rows % ROWS_OF_EQUAL_BITS
         least = CPU_ROWS_AT_LEAST
     return max(1, min(max(rows, least), input.shape[0]))
 
@@ -147,7 +124,7 @@ def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
     return parts
 
 
-def cut(start: int, stop: int, rows: int, least: int = ROWS_OF_EQUAL_BITS) -> list[slice]:
+def cut(start: int, stop: int, rows: int, least: int = 1) -> list[slice]:
     """Slices of `rows` rows each. The last one is shorter. If it has fewer than `least`, the one before it gives up as
     many. On a CPU `rows` is at least twice as many.
     """
@@ -177,7 +154,6 @@ def chunk_products(
     """Yields the rows of each chunk and their u, (n, V), in memory that all chunks share. The first R rows of u may be
     saved.
     """
-    block = CLASSES_OF_EQUAL_BITS if getattr(call, "batch_invariant", False) and input.device.type == "cpu" else 0
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
         known, count = 0, chunk.stop - chunk.start
@@ -189,7 +165,7 @@ def chunk_products(
         if known < count:
             rest, out = slice(chunk.start + known, chunk.stop), u[known:] if known else u
             # not assigned to a variable, so a gathered copy of the rows is freed at once
-            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out, block)
+            chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
         yield chunk, u
 
 

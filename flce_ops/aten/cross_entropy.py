@@ -28,7 +28,7 @@ from .logits import (
     softmax_gradient,
     upcast,
 )
-from .row_statistics import ALL_AT_ONCE, reduce_rows
+from .row_statistics import reduce_rows
 from .valid_tokens import check_target_range, kernel_of, on_valid_tokens, zero_where_ignored
 from .with_grad import loss_and_gradients, rows_of_call
 
@@ -52,7 +52,7 @@ def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     logits, target, weight = call.operands
     column = zero_where_ignored(logits, target).long().unsqueeze(1)
     weight = upcast(weight, lse.dtype)
-    weight_sum = ALL_AT_ONCE.weight_sum(weight, logits.shape[1]) if call.logit_sum else None
+    weight_sum = (logits.shape[1] if weight is None else weight.sum()) if call.logit_sum else None
     asked = Statistics(argmax=call.argmax)
     for rows, u in copied_rows(call):
         z = activate(u, call.logits.of(rows))

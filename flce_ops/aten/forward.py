@@ -1,17 +1,17 @@
 """linear_cross_entropy_forward: the numbers of each row that the loss needs."""
 
-import sys
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..math.options import Statistics
-from ..math.shards import shard_rows, target_columns
+from ..math.shards import target_columns
 from ..math.statistics import two_sum
 from ..meta.arguments import Forward
 from .chunks import block_bytes, chunk_products, copy_bytes, product_dtype, row_blocks, rows_per_chunk, save_product
 from .logits import activate, at_columns
-from .row_statistics import extra_matrices, over_classes, reduce_rows
+from .row_statistics import extra_matrices, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -22,24 +22,20 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     target_logit, lse, sums, expected, max_logit, argmax, squares, mean_logit, lse_rest, retained = outputs
     input, linear_weight, target, linear_bias, weight = call.operands
     num_classes = linear_weight.shape[0]
-    over = over_classes(call)
     if target.dim() == 2 or call.vocab_size is not None or call.vocab_start:  # a shard, which lacks some classes
         _, hit, column = target_columns(target, call.ignore_index, call.vocab_start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight = None if weight is None else weight.to(lse.dtype)
-    weight_sum = over.weight_sum(weight, num_classes) if call.logit_sum else None
+    weight_sum = (num_classes if weight is None else weight.sum()) if call.logit_sum else None
     asked = Statistics(call.argmax, True, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
     in_block = (product_dtype(input) != lse.dtype) + extra_matrices(asked)
-    if call.ranks > 1:  # which exchange once a chunk, of as many rows on every rank
-        step = rows_per_chunk(input, shard_rows(call.num_classes, call.ranks), matrices=in_block)
-    else:
-        step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
+    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     if call.retain:
         products = retained.view(input.dtype)
         products[:, num_classes:].zero_()
         products[input.shape[0] :].zero_()
-    nbytes = block_bytes(input) if call.ranks == 1 else sys.maxsize
+    nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step):
         if call.retain:
             save_product(products, chunk, product)
@@ -47,8 +43,8 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
             logits = activate(block, call.logits.of(rows))
             at_target = at_columns(logits, own_column, own_target_logit)
-            own_target_logit.copy_(over.at_target(at_target, None if hit is None else hit[rows]))
-            found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum, over)
+            own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
+            found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
             if call.argmax:
                 max_logit[rows], argmax[rows] = found.max_logit, found.argmax
             if call.mean_logit:

@@ -25,7 +25,7 @@ from ..objectives.divergence import DIVERGENCES, Divergence
 from ..support.exchange import all_reduce
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
-from .chunks import ROWS_OF_A_BLOCK, ROWS_OF_EQUAL_BITS, chunk_product, copy_bytes, cut, row_chunks
+from .chunks import ROWS_OF_A_BLOCK, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator
 from .logits import activate, apply_slope, cap_with_slope, scale_logits
 from .row_statistics import shift_rows
@@ -62,7 +62,6 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     rows = max(available, 1) // row_bytes
     if input.device.type == "cpu":
         rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
-        rows -= rows % ROWS_OF_EQUAL_BITS
     return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
 
 

@@ -1,97 +1,20 @@
-"""The numbers of rows of logits: reductions over their classes, of which ranks may have shards. batch_invariant takes
-them in blocks.
+"""The numbers of rows of logits: reductions over their classes, of which ranks may have shards."""
 
-classes      0-127 │ 128-255 │ 256-383 │ 384-511      of each block a product of its own and a part of each sum
-rank                0                  1              all_gather of the parts
-every rank   part + part + part + part                in the order that one rank has, so the same bits
-"""
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..math.options import Statistics
-from ..math.shards import Exchange, argmax_of_shards, shard_rows
-from ..support.integers import cdiv
-from .chunks import CLASSES_OF_EQUAL_BITS
 
 # n rows of a chunk or of a block of one, V vocabulary, v classes of this rank, R ranks
 
-BLOCK = CLASSES_OF_EQUAL_BITS  # a shard begins at a multiple
 
-
-class OverClasses:
-    """One rank has all classes, and the order of a sum is ATen's."""
-
-    def sum(self, numbers: Tensor) -> Tensor:  # (n, v) -> (n,)
-        return numbers.sum(1)
-
-    def largest(self, row_max: Tensor) -> Tensor:  # (n, 1) of this rank's classes
-        return row_max
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:  # (n, v) -> the largest logit and its class, (n,) each
-        largest, column = logits.max(1)
-        return largest, column
-
-    def weight_sum(self, weight: Tensor | None, classes: int) -> Tensor | int:  # (v,), v -> sum_j w_j over V classes
-        return classes if weight is None else weight.sum()
-
-    def at_target(self, logit: Tensor, hit: Tensor | None) -> Tensor:
-        """`hit` says which targets this rank has; the logits of others are 0."""
-        return logit if hit is None else torch.where(hit, logit, 0.0)
-
-
-ALL_AT_ONCE = OverClasses()
-
-
-class InBlocks(OverClasses):
-    def __init__(self, exchange: Exchange, vocab_start: int, num_classes: int) -> None:
-        self.exchange, self.vocab_start = exchange, vocab_start
-        self.num_classes, self.blocks = num_classes, cdiv(num_classes, BLOCK)  # of all ranks
-        self.blocks_of_rank = cdiv(shard_rows(num_classes, exchange.ranks), BLOCK)
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        whole = numbers.shape[1] // BLOCK * BLOCK
-        parts = [
-            numbers[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).sum(2),
-            numbers[:, whole:].sum(1, keepdim=True),
-        ]
-        own = torch.cat(parts[: 1 + (whole < numbers.shape[1])], 1)
-        gathered = self.exchange.gather(pad(own, (0, self.blocks_of_rank - own.shape[1])))
-        return gathered.movedim(0, 1).flatten(1)[:, : self.blocks].sum(1)
-
-    def largest(self, row_max: Tensor) -> Tensor:
-        return self.exchange.gather(row_max).amax(0)
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        largest, column = logits.max(1)
-        if self.exchange.ranks == 1:
-            return largest, column
-        gathered = self.exchange.gather(torch.stack([largest, (column + self.vocab_start).to(largest.dtype)]))
-        return gathered[:, 0].amax(0), argmax_of_shards(gathered[:, 0], gathered[:, 1])
-
-    def weight_sum(self, weight: Tensor | None, classes: int) -> Tensor | int:
-        return self.num_classes if weight is None else self.exchange.classes(weight, self.num_classes).sum()
-
-    def at_target(self, logit: Tensor, hit: Tensor | None) -> Tensor:
-        return self.exchange.gather(super().at_target(logit, hit)).sum(0)  # all but one are 0
-
-
-def over_classes(call: Any) -> OverClasses:
-    if not getattr(call, "batch_invariant", False):  # some operators do not have the option
-        return ALL_AT_ONCE
-    exchange = Exchange(getattr(call, "group", None), getattr(call, "ranks", 1))
-    return InBlocks(exchange, getattr(call, "vocab_start", 0), call.num_classes)
-
-
-def weighted_logits(logits: Tensor, weight: Tensor | None, over: OverClasses = ALL_AT_ONCE) -> Tensor:
+def weighted_logits(logits: Tensor, weight: Tensor | None) -> Tensor:
     """sum_j w_j z_ij, (n,)."""
     if weight is None:
-        return over.sum(logits)
-    weight = weight.to(logits.dtype)
-    return logits @ weight if over is ALL_AT_ONCE else over.sum(logits * weight)
+        return logits.sum(1)
+    return logits @ weight.to(logits.dtype)
 
 
 def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor | int) -> Tensor:
@@ -102,16 +25,16 @@ def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor |
     return sum_from_maximum - weight_sum * torch.where(log_sum == -torch.inf, 0.0, log_sum)
 
 
-def subtract_maximum(logits: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
+def subtract_maximum(logits: Tensor) -> Tensor:  # (n,)
     """Replaces z by z - row_max in place. Returns row_max."""
-    row_max = over.largest(finite_maximum(logits))
+    row_max = finite_maximum(logits)
     logits.sub_(row_max)
     return row_max.squeeze(1)
 
 
-def exponentiate(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
+def exponentiate(shifted: Tensor) -> Tensor:  # (n,)
     """Replaces z - row_max by E, its exponential, in place. Returns the row sums."""
-    return over.sum(shifted.exp_())
+    return shifted.exp_().sum(1)
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
@@ -124,15 +47,15 @@ def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
     return logits.amax(1, keepdim=True).clamp_min_(lowest)
 
 
-def row_moments(shifted: Tensor, over: OverClasses = ALL_AT_ONCE) -> tuple[Tensor, Tensor]:
+def row_moments(shifted: Tensor) -> tuple[Tensor, Tensor]:
     """Like exponentiate; also returns the row sums of E (z - row_max)."""
     copy = at_least_finite(shifted).clone()
-    return exponentiate(shifted, over), over.sum(copy.mul_(shifted))
+    return exponentiate(shifted), copy.mul_(shifted).sum(1)
 
 
-def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor, over: OverClasses = ALL_AT_ONCE) -> Tensor:  # (n,)
+def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor) -> Tensor:  # (n,)
     """log sum_j p_ij^2. The largest E of a row is 1, so neither sum underflows or overflows."""
-    return over.sum(exponentials.square()).log_() - 2.0 * row_sum.log()
+    return exponentials.square().sum(1).log_() - 2.0 * row_sum.log()
 
 
 def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,20 +96,19 @@ def reduce_rows(
     num_classes: int,  # V
     weight: Tensor | None = None,  # (v,)
     weight_sum: Tensor | int | None = None,  # sum_j w_j; None if no logit sum is asked for
-    over: OverClasses = ALL_AT_ONCE,
 ) -> BlockNumbers:
-    max_logit, argmax = over.argmax(logits) if asked.argmax else (None, None)
-    mean_logit = over.sum(logits) / num_classes if asked.mean_logit else None
-    row_max = subtract_maximum(logits, over)
-    logit_sum = None if weight_sum is None else weighted_logits(logits, weight, over)
+    max_logit, argmax = logits.max(1) if asked.argmax else (None, None)
+    mean_logit = logits.sum(1) / num_classes if asked.mean_logit else None
+    row_max = subtract_maximum(logits)
+    logit_sum = None if weight_sum is None else weighted_logits(logits, weight)
     moment = None
     if asked.entropy:
-        row_sum, first_moment = row_moments(logits, over)
+        row_sum, first_moment = row_moments(logits)
         moment = first_moment / row_sum
     else:
-        row_sum = exponentiate(logits, over)
+        row_sum = exponentiate(logits)
     log_sum = row_sum.log()
     if logit_sum is not None:
         logit_sum = sum_from_lse(logit_sum, log_sum, weight_sum)
-    squares = log_sum_of_squares(logits, row_sum, over) if asked.log_sum_sq_probs else None
+    squares = log_sum_of_squares(logits, row_sum) if asked.log_sum_sq_probs else None
     return BlockNumbers(row_max, row_sum, log_sum, logit_sum, max_logit, argmax, moment, squares, mean_logit)

@@ -42,7 +42,7 @@ from .gradients import (
     rows_beside_gradients,
 )
 from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
-from .row_statistics import BlockNumbers, extra_matrices, over_classes, reduce_rows
+from .row_statistics import BlockNumbers, extra_matrices, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
@@ -221,13 +221,12 @@ def loss_and_gradients(
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     scale = reduction.scale_of_tokens(valid, losses.dtype)
     nbytes = block_bytes(input)
-    over = over_classes(call)
     asked, weight_sum = Statistics(*(of_rows is not None for of_rows in statistics)), None
     if shared is not None:
         asked = asked._replace(argmax=shared.argmax is not None)
     for chunk, product in products:
         if weight_sum is None and objective.d_sum is not None:
-            weight_sum = over.weight_sum(class_weight, product.shape[1])
+            weight_sum = product.shape[1] if class_weight is None else class_weight.sum()
         # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
         of_rows = (column, valid, scale, losses)
         if shared:
@@ -238,7 +237,7 @@ def loss_and_gradients(
             logits, slope = activate_with_slope(block, call.logits.of(rows))
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
-            numbers = reduce_rows(logits, asked, num_classes, class_weight, weight_sum, over)
+            numbers = reduce_rows(logits, asked, num_classes, class_weight, weight_sum)
             row_sum, logit_sum = numbers.row_sum, numbers.logit_sum
             if any(asked):
                 fill_statistics(statistics, rows, numbers)

@@ -21,10 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..aten.chunks import CLASSES_OF_EQUAL_BITS
-from ..math.options import Operands
 from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from ..math.shards import check_shards, shards_of_classes
+from ..math.shards import shards_of_classes
 from ..math.sparse_gradient import SparseGradient
 from ..meta.checks import check_dense
 from ..support.holes import refuse_hole
@@ -97,19 +95,6 @@ class Layout(OneRank):
         dim = self.vocabulary.index(True)
         group = self.mesh.get_group(dim).group_name
         return {"group": group, "ranks": self.mesh.size(dim), "vocab_size": self.num_classes}
-
-    def shard(self, operands: Operands) -> dict[str, Any]:
-        if not self.splits_vocabulary:
-            return {}
-        if sum(self.vocabulary) > 1:
-            refuse_hole(
-                OP, "two dimensions of classes", layout=f"{self.placements(vocabulary=Shard(0))} on {self.mesh}"
-            )
-        sharing = self.sharing()
-        check_shards(OP, self.num_classes, sharing["ranks"], CLASSES_OF_EQUAL_BITS)
-        start, size = self.vocabulary_range(self.num_classes)
-        weight = None if operands.weight is None else operands.weight[start : start + size]
-        return {"operands": operands._replace(weight=weight), "vocab_start": start, **sharing}
 
     def local(self, tensor: Tensor | None, placements: tuple[Placement, ...], **gradient: Any) -> Tensor | None:
         return localize(self.mesh, tensor, placements, **gradient)

@@ -64,10 +64,6 @@ class OneRank:
     sparse = as_it_is  # the options, with a seed of the rank's own
     sum_over_tokens = as_it_is  # (), a sum over this rank's tokens becomes the sum over all tokens
 
-    def shard(self, operands: Operands) -> dict[str, Any]:
-        """Arguments of an operator that exchanges the numbers of tiles: which part of the rows this rank has."""
-        return {}
-
     def sharing(self) -> dict[str, Any]:
         """Arguments of linear_kl_div's operators: the mesh dimension that shards the vocabulary, if there is one."""
         return {}

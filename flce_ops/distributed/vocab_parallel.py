@@ -204,8 +204,6 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
 
 def one_pass_applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path. The answer must not depend on the rank."""
-    if problem.batch_invariant:  # forward's operator exchanges tiles' numbers, this one shards'
-        return False
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_facts(problem.loss, problem.logits)
     known |= {"topk": problem.operands.target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}

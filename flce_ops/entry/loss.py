@@ -101,14 +101,13 @@ def token_losses(
 
 
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
-    if layout.splits_vocabulary and not problem.batch_invariant:
+    if layout.splits_vocabulary:
         return vocab_parallel_rows(layout, problem)
     asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
         target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
-    own = layout.shard(problem.operands) if problem.batch_invariant else {}
-    return Rows.of_forward(Forward.like(problem, **asked, **own).dispatched())
+    return Rows.of_forward(Forward.like(problem, **asked).dispatched())
 
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:

@@ -30,7 +30,7 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
 # adds them. The others follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards", "batch_invariant", "a divergence")
+FEATURES += ("recomputing shards", "batch_invariant", "a CPU")
 
 
 def features_of(call: Any) -> set[str]:
@@ -50,10 +50,8 @@ def features_of(call: Any) -> set[str]:
     if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
         found.add("sparse gradient")
     if values.get("batch_invariant"):
-        found.add("batch_invariant")
-    if "teacher_weight" in values:
-        found.add("a divergence")
-    elif found & {"sparse gradient", "batch_invariant"} and call.target.dim() == call.input.dim():
+        found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}
+    if "sparse gradient" in found and call.target.dim() == call.input.dim():
         found.add("topk")
     if isinstance(call, LogProbs | RowLoss):
         found.add("recomputing always")
@@ -83,10 +81,8 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ),
     },
     "batch_invariant": {
-        ("sharded vocabulary", "a divergence"): "batch_invariant of a divergence over a sharded vocabulary is not "
-        "implemented; leave batch_invariant out",
-        ("sharded vocabulary", "topk"): "batch_invariant of several classes a token over a sharded vocabulary is not "
-        "implemented; leave batch_invariant out",
+        ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented; leave it out",
+        ("a CPU",): "batch_invariant on a CPU is not implemented; leave it out",
         ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
     },
     "positions": {

@@ -5,10 +5,8 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..support.exchange import all_gather
-from ..support.holes import refuse_hole
 from ..support.integers import cdiv
 from .options import Statistics, TokenStatistics, changed
 from .statistics import statistics_of_shards, two_sum
@@ -74,13 +72,6 @@ def shard_rows(num_classes: int, ranks: int) -> int:
     return cdiv(num_classes, ranks)
 
 
-def check_shards(op: str, num_classes: int, ranks: int, tile: int) -> None:
-    """Refuses shards of which not every one has whole tiles, but for the end of the vocabulary: on all ranks alike."""
-    rows = shard_rows(num_classes, ranks)
-    if ranks > 1 and (rows % tile or rows * (ranks - 1) >= num_classes):
-        refuse_hole(op, "shards of parts of tiles", num_classes=num_classes, ranks=ranks, tile=tile, rows=rows)
-
-
 def shards_of_classes(classes: slice, ranks: int) -> list[slice]:
     """The classes of each of `ranks` shards. Each has ceil(V / R) classes; the last ones have fewer or none."""
     rows = shard_rows(classes.stop - classes.start, ranks)
@@ -144,16 +135,6 @@ class Exchange:
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         return all_gather(numbers, self.group, self.ranks)
-
-    def tiles(
-        self, per_tile: Tensor, tiles: int
-    ) -> Tensor:  # (t, ...), room for those of the largest shard -> (T, ...)
-        """The numbers of all ranks' tiles of classes, in the order of the classes."""
-        return self.gather(per_tile.contiguous()).flatten(0, 1)[:tiles]
-
-    def classes(self, per_class: Tensor, num_classes: int) -> Tensor:  # (v,) -> (V,)
-        room = shard_rows(num_classes, self.ranks) - per_class.shape[0]
-        return self.tiles(pad(per_class, (0, room)), num_classes)
 
     def finish_statistics(
         self,

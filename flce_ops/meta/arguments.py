@@ -60,10 +60,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
     retain: SymInt = 0  # the logits of this many valid tokens, the first ones, are saved for backward
     main_grad: Tensor | None = None  # (V, D), to which backward adds grad_linear_weight; forward does not write to it
     sparse: SparseGradient  # for backward
-    # for backward; and over shards, if `group` is given: results of whole rows, with the bits of one rank
-    batch_invariant: bool = False
-    group: str | None = None
-    ranks: int = 1
+    batch_invariant: bool = False  # for backward
 
 
 class Backward(Arguments, keyword_from="ignore_index"):

@@ -58,8 +58,6 @@ class ForwardFunction(OperatorFunction):
     def gradients(cls, ctx, call, saved, *cotangents):
         lse, expected_log_prob, lse_rest, *retained = saved
         *of_loss, grad_expected_log_prob = cotangents[:4]
-        if call.ranks > 1 and torch.is_grad_enabled():  # backward's operator differentiates its own classes alone
-            refuse_hole("linear_cross_entropy", "second over shards")
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
             refuse_hole("linear_log_probs", "sparse entropy")
         if not (call.expected_log_prob and (grad_expected_log_prob is not None or call.batch_invariant)):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ..math.shards import shard_rows
 from ..meta import saved_columns
 from ..meta.arguments import ROW_LOSSES, Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
@@ -231,9 +230,7 @@ def saved_rows(call: Forward) -> int:
         topk=call.operands.target.dim() == 2,
         sparse=call.sparse.gradient_threshold != 0.0,
     )
-    # as many on every rank
-    num_classes = linear_weight.shape[0] if call.ranks == 1 else shard_rows(call.num_classes, call.ranks)
-    return rows_to_save(facts, input.shape[0], num_classes)
+    return rows_to_save(facts, input.shape[0], linear_weight.shape[0])
 
 
 def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:

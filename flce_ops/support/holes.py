@@ -54,11 +54,6 @@ HOLES = {
     "that is not sharded along them, or shift before you shard",
     "strided classes": "logits are sharded along their classes in strides, {layout}, which is not implemented; pass "
     "logits.redistribute(placements=[Shard(-1)]) or [Replicate()]",
-    "shards of parts of tiles": "batch_invariant over a vocabulary of which every rank has {rows} of {num_classes} "
-    "classes is not implemented: expected a multiple of {tile}, the classes of a tile, on each of {ranks} ranks; pad "
-    "linear_weight with rows that a linear_bias of -inf switches off, or leave batch_invariant out",
-    "second over shards": "second derivatives with batch_invariant over a sharded vocabulary are not implemented; "
-    "leave batch_invariant out for them",
     "two dimensions of classes": "linear_weight is {layout}: a vocabulary sharded over more than one mesh dimension "
     "is not implemented; shard it over one and replicate it over the others",
 }

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...math.shards import Exchange, shard_rows
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
@@ -73,14 +72,12 @@ def launch_exponentials(
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
-    exchange: Exchange | None = None,  # of tiles, if ranks share the rows: sums are those of whole rows, and references
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands
     reference_logit, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
-    classes = linear_weight.shape[0]
-    tiles = cdiv(classes if exchange is None else shard_rows(call.num_classes, exchange.ranks), block_v)
+    tiles = cdiv(linear_weight.shape[0], block_v)
     partial, partial_max = torch.empty(2, tiles, room, dtype=torch.float32, device=input.device).unbind()
     per_tile: dict[str, Any] = {
         name: partial.new_empty(partial.shape) for name, wanted in asked._asdict().items() if wanted
@@ -101,30 +98,23 @@ def launch_exponentials(
         given = input, linear_weight, linear_bias, sums, call.logits, valid_tokens
         backend.logits(*given, out=stored, guard=guarded)
 
-    def of_all_ranks(per_tile: Tensor) -> Tensor:
-        return per_tile if exchange is None else exchange.tiles(per_tile, cdiv(call.num_classes, block_v))
-
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     exponentiate(sums)
-    launch_sum_tiles(of_all_ranks(partial), row_sum, valid_tokens, raises=guard)
+    launch_sum_tiles(partial, row_sum, valid_tokens, raises=guard)
 
     operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
     backend.logits(*operands, guard=guard)
-    maxima, parts = of_all_ranks(partial_max), of_all_ranks(partial)
-    launch_max_and_sum(maxima, parts, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
+    launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
-    launch_sum_tiles(of_all_ranks(partial), row_sum, valid_tokens, guarded_by=guard)
+    launch_sum_tiles(partial, row_sum, valid_tokens, guarded_by=guard)
     found: dict[str, Tensor] = {}
     if asked.argmax:
-        if exchange is not None:
-            per_tile["argmax"] += call.vocab_start
-            classes = call.num_classes
-        largest = of_all_ranks(per_tile["row_max"]), of_all_ranks(per_tile["argmax"])
-        found["max_logit"], found["argmax"] = argmax_over_tiles(*largest, rows, classes)
+        largest = per_tile["row_max"], per_tile["argmax"]
+        found["max_logit"], found["argmax"] = argmax_over_tiles(*largest, rows, linear_weight.shape[0])
     for name, part in per_tile.items():
         if name in Asked._fields and name != "argmax":
-            found[name] = weighted_column_sum(of_all_ranks(part), None)[:rows]
+            found[name] = weighted_column_sum(part, None)[:rows]
     return RowSums(row_sum, reference_logit, **found)
 
 

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from ... import meta
 from ...math.options import TokenStatistics
-from ...math.shards import Exchange, check_shards, shard_rows
 from ...meta.arguments import Forward
 from ...meta.call import takes
 from ...objectives.in_triton import LN2, number
@@ -14,11 +13,10 @@ from ...support.integers import cdiv
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.device import tiles_for
-from ..gemm.epilogues import ReferenceClass
 from ..gemm.padded_features import with_padded_features
 from ..kernel import Kernel
 from ..rows.column_sums import weighted_column_sum
-from ..rows.gather_tokens import AtTarget, launch_gather_targets
+from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
 from ..rows.two_sum import lse_in_nats, sum_from_lse
 from ..rows.valid_tokens import ValidTokens, compact_tokens, valid_rows
@@ -28,7 +26,6 @@ from .quantized_logits import clear_unused, quantized_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
-NO_COLUMN = 2**31 - 1
 FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 16 MiB of (T, n) float32 pairs at V = 128256
 
 
@@ -104,19 +101,13 @@ def launch_forward(call: Forward) -> meta.Outputs:
 
 def forward_step(call: Forward, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
     valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, call.num_classes, in_range)
-    exchange = None
-    if call.ranks > 1:
-        check_shards(call.op, call.num_classes, call.ranks, tiles_for(call.operands.input).block_n)
-        exchange = Exchange(call.group, call.ranks)
-    return run_forward(call, valid_tokens, outputs, exchange=exchange)
+    return run_forward(call, valid_tokens, outputs)
 
 
 def run_forward(
     call: Forward,
     valid_tokens: ValidTokens,
     outputs: meta.Outputs,
-    *,
-    exchange: Exchange | None = None,
 ) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
 
@@ -124,8 +115,7 @@ def run_forward(
     logit. With `exchange`, ranks share the rows, which then have the bits that one rank's would have.
     """
     input, linear_weight, target, _, weight = call.operands
-    classes = linear_weight.shape[0] if exchange is None else shard_rows(call.num_classes, exchange.ranks)
-    tiles = cdiv(classes, tiles_for(input).block_n)  # as many on every rank, as chunks depend on them
+    tiles = cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
     row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
@@ -136,18 +126,13 @@ def run_forward(
     quantized = quantized_of(retained, linear_weight.shape[0], input.dtype)
     chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
     class_weight = weight.float() if weight is not None and call.logit_sum else None
-    class_weight_sum, all_classes = None, linear_weight.shape[0] if exchange is None else call.num_classes
-    if class_weight is not None:
-        of_all = class_weight if exchange is None else exchange.classes(class_weight, all_classes)
-        class_weight_sum = weighted_column_sum(of_all.view(-1, 1), None)
+    class_weight_sum = None if class_weight is None else weighted_column_sum(class_weight.view(-1, 1), None)
     memory = input.new_empty(max(chunk.stop - chunk.start for chunk in chunks), input.shape[1])
     wanted = tuple(out if out.numel() else None for out in (*results, lse_rest))
     for chunk in chunks:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = memory[:n]
         at_target = launch_gather_targets(call, here, rows)
-        if exchange is not None:
-            at_target = of_whole_rows(at_target, exchange)
         sums = launch_exponentials(
             call,
             here,
@@ -157,7 +142,6 @@ def run_forward(
             asked=asked,
             reference_class=at_target.reference_class if call.expected_log_prob else None,
             class_weight=class_weight,
-            exchange=exchange,
         )
         finish_forward_kernel[(cdiv(n, 64),)](
             at_target.logit,
@@ -167,7 +151,7 @@ def run_forward(
             wanted,
             here,
             n,
-            all_classes,
+            linear_weight.shape[0],
             TOPK=1 if target.dim() == 1 else target.shape[1],
             BLOCK_N=64,
             num_warps=2,
@@ -175,17 +159,6 @@ def run_forward(
         launch_row_statistics(sums, statistics, here, call.num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
     return chunks
-
-
-def of_whole_rows(at_target: AtTarget, exchange: Exchange) -> AtTarget:
-    """The target's logit on every rank, which is the reference of all. Ranks without the target get a column that none
-    of their logits has.
-    """
-    here = at_target.column >= 0
-    logit = exchange.gather(torch.where(here, at_target.logit, 0.0)).sum(0)  # all but one are 0
-    column = torch.where(here, at_target.column, NO_COLUMN)
-    at_target.reference.copy_(logit)
-    return at_target._replace(logit=logit, column=column, reference_class=ReferenceClass(column, logit))
 
 
 def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
