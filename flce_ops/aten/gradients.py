@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..math.options import accumulation_dtype
-from ..math.sparse_gradient import Draws, Shard, keep_entries
-from ..meta.arguments import Backward, BackwardInPlace, VocabParallelWithGrad, WithGrad
+from ..math.sparse_gradient import Draws, keep_entries
+from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
 from .chunks import product_dtype, product_is_rounded, readable, readable_columns, rows_of, rows_per_chunk
@@ -135,7 +135,7 @@ class GradientAccumulator(Accumulator):
 # integer for each entry
 PARTS = 8
 
-Call = WithGrad | VocabParallelWithGrad | Backward
+Call = WithGrad | Backward
 
 
 def draws_of(call: Call) -> tuple[Draws, ...]:
@@ -162,11 +162,10 @@ class SparseAccumulator(GradientAccumulator):
         draws: Draws,
         grads: Sequence[Tensor],
         rows: int,  # of a chunk
-        shard: Shard | None = None,
     ) -> None:
         input, linear_weight = call.operands[:2]
         super().__init__(input, linear_weight, grads, call.output_mask, rows)
-        self.sparse, self.logits, self.draws, self.shard = call.sparse, call.logits, draws, shard
+        self.sparse, self.logits, self.draws = call.sparse, call.logits, draws
         self.exact = None
         if needs_exact(call):
             self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
@@ -178,10 +177,10 @@ class SparseAccumulator(GradientAccumulator):
         logit_scale = self.logits.of(rows).logit_scale
         slope = slope if logit_scale is None else slope * logit_scale.flatten()
         draws, count = self.draws.of(rows), grad_logits.shape[0]
-        at_once = count // PARTS + 1  # the same parts on all ranks, which communicate in each
+        at_once = count // PARTS + 1
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
-            keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part), self.shard)
+            keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part))
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         if self.exact is None:
@@ -193,11 +192,9 @@ class SparseAccumulator(GradientAccumulator):
         self.add_to_weight(rows, sparse if of_weight else exact, input)
 
 
-def accumulator_of(
-    call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int, shard: Shard | None = None
-) -> GradientAccumulator:
+def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
     if draws is not None:
-        return SparseAccumulator(call, draws, grads, rows, shard)
+        return SparseAccumulator(call, draws, grads, rows)
     input, linear_weight = call.operands[:2]
     adds = isinstance(call, BackwardInPlace)
     return GradientAccumulator(input, linear_weight, grads, call.output_mask, rows, adds=adds)

@@ -20,7 +20,7 @@ from ..math.shards import (
     statistics_of_shard,
     target_columns,
 )
-from ..math.sparse_gradient import Draws, Shard
+from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
 from ..meta.arguments import (
@@ -76,10 +76,8 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-@kernel_of(VocabParallelWithGrad, checks_target=True, extra_of=draws_of)
-def vocab_parallel_with_grad(
-    call: VocabParallelWithGrad, outputs: Sequence[Tensor], draws: Draws | None = None
-) -> None:
+@kernel_of(VocabParallelWithGrad, checks_target=True)
+def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tensor]) -> None:
     """flce_ops/distributed/vocab_parallel.py says what it does.
 
     All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
@@ -97,9 +95,8 @@ def vocab_parallel_with_grad(
     own_statistics = statistics_of_shard(call.statistics, losses)
     lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    matrices += 0 if draws is None else needs_exact(call) + 1
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
-    gradients = accumulator_of(call, draws, grads, step, Shard(vocab_start, largest_shard, exchange.gather))
+    gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest)
     rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)

@@ -48,7 +48,6 @@ from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
 from ..ops.function import OPERANDS
 from ..ops.made_in_forward import MadeInForward
 from ..ops.paths import gradients_in_the_same_pass
-from ..support.holes import refuse_hole
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 
@@ -206,7 +205,7 @@ def one_pass_applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path. The answer must not depend on the rank."""
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
     known |= options_in_facts(problem.loss, problem.logits)
-    known |= {"topk": problem.operands.target.dim() == 2, "sparse": problem.sparse.gradient_threshold != 0.0}
+    known |= {"topk": problem.operands.target.dim() == 2}
     title = "a scalar loss over a sharded vocabulary"
     return gradients_in_the_same_pass(problem.operands, title=title, **known)
 
@@ -255,8 +254,6 @@ class VocabParallelFunction(MadeInForward):
 
     @classmethod
     def made_again(cls, call, grad_loss):
-        if call.sparse.gradient_threshold:
-            refuse_hole(cls.called(), "second of a sparse gradient")
         # torch.autograd.grad by the operands is correct for local tensors: each is a result of ToLocal and nothing else
         # is made from it, so no path leads from one operand to another.
         problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)

@@ -25,7 +25,6 @@ from .kl_div import loss_of_probabilities
 from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from .metrics import accuracy_and_top1
 from .positions import losses_of_positions
-from .refusals import features_of, refuse
 from .schemas import CrossEntropy, CrossEntropyMetrics
 
 # N tokens, K classes of a target, D hidden, V vocabulary
@@ -71,8 +70,6 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     if layout.splits_vocabulary:
         if call.reduction != "none" and vocab_parallel.one_pass_applies(layout, problem):
             with_grad = partial(vocab_parallel.losses_with_grad, layout)
-        else:
-            refuse(OP, call, features_of(call) | {"recomputing shards"})
     elif call.reduction != "none" and torch.is_grad_enabled() and one_pass_applies(problem):
         with_grad = losses_with_grad
     loss, found = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)

@@ -15,7 +15,7 @@ from ..ops.call_facts import gradients_wanted
 from ..support.dtensors import any_dtensor
 from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
-from .schemas import CrossEntropy, CrossEntropyMetrics, LogProbs, RowLoss
+from .schemas import CrossEntropy, CrossEntropyMetrics
 
 NO_SPARSE = "the sparse gradient {} is not implemented; leave gradient_threshold out"
 
@@ -29,8 +29,8 @@ GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
 # "sharded vocabulary", "recomputing shards" and "a quantized head" depend on the layout or on the path, so the caller
 # adds them. The others follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
-FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "recomputing always", "sharded vocabulary")
-FEATURES += ("recomputing shards", "batch_invariant", "a CPU")
+FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "sharded vocabulary")
+FEATURES += ("batch_invariant", "a CPU")
 
 
 def features_of(call: Any) -> set[str]:
@@ -53,8 +53,6 @@ def features_of(call: Any) -> set[str]:
         found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}
     if "sparse gradient" in found and call.target.dim() == call.input.dim():
         found.add("topk")
-    if isinstance(call, LogProbs | RowLoss):
-        found.add("recomputing always")
     return found
 
 
@@ -75,10 +73,7 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ("class probabilities",): NO_SPARSE.format("of class probabilities"),
         ("main_grad",): NO_SPARSE.format("with main_grad"),
         ("gradient_class_order", "DTensors"): NO_SPARSE.format("of DTensors with gradient_class_order"),
-        ("sharded vocabulary", "recomputing always"): NO_SPARSE.format("over a sharded vocabulary"),
-        ("recomputing shards",): NO_SPARSE.format(
-            "over a sharded vocabulary, but for a scalar loss of one class a token with classes on every rank,"
-        ),
+        ("sharded vocabulary",): NO_SPARSE.format("over a sharded vocabulary"),
     },
     "batch_invariant": {
         ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented; leave it out",

@@ -27,7 +27,7 @@ difference: blocks of classes that many tokens keep get their exact gradient (tr
 each rank decides this for its own blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -68,27 +68,6 @@ class Draws(NamedTuple):
         return Draws(self.token[rows])
 
 
-class Shard(NamedTuple):
-    """A shard of the vocabulary. Shards have equal sizes, except the last. A tile may begin on one shard and end on
-    another.
-    """
-
-    start: int  # its first class
-    rows: int  # the rows of each shard but the last
-    gather: Callable[[Tensor], Tensor]  # gathers a tensor of every rank, (...) -> (R, ...)
-
-    def shares_before(self, last: Tensor) -> Tensor:  # (n,) -> (n,)
-        """The sum of q over the classes of this rank's first tile that earlier ranks have, modulo 1, because only the
-        fraction matters. `last` is this rank's sum over its last tile.
-        """
-        if self.rows % TILE == 0:
-            return torch.zeros_like(last)
-        lasts, own = self.gather(last & ONE - 1), self.start // self.rows
-        tile = self.start // TILE
-        first = next((rank for rank in range(own) if ((rank + 1) * self.rows - 1) // TILE == tile), own)
-        return lasts[first:own].sum(0)
-
-
 def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
     """The most entries that a row can keep.
 
@@ -122,7 +101,6 @@ def keep_entries(
     slope: Tensor,  # (n,), l s
     sparse: SparseGradient,
     draws: Draws,  # of the rows
-    shard: Shard | None = None,  # the shard of these classes; None if they are all
 ) -> None:
     seed = sparse.gradient_seed
     limit = (slope.abs() * sparse.gradient_threshold)[:, None]
@@ -134,15 +112,12 @@ def keep_entries(
     assert seed is not None
     share = size.div_(limit)
     n, num_classes = grad_logits.shape
-    start = 0 if shard is None else shard.start
-    tiles, before = range(start // TILE, cdiv(start + num_classes, TILE)), start % TILE
+    tiles = range(cdiv(num_classes, TILE))
     u, dither = uniforms(seed, draws.token, tiles)
     q = torch.where(below, share * ONE, ONE)
-    q = torch.nn.functional.pad(q, (before, len(tiles) * TILE - before - num_classes))
+    q = torch.nn.functional.pad(q, (0, len(tiles) * TILE - num_classes))
     q = (q.view(n, len(tiles), TILE) + dither[:, :, None]).clamp_(max=ONE).to(torch.int64)
-    if shard is not None:
-        u[:, 0] += shard.shares_before(q[:, -1].sum(1))
     behind = q.cumsum(2) + u[:, :, None]
-    kept = (behind >> BITS != behind - q >> BITS).view(n, -1)[:, before : before + num_classes]
+    kept = (behind >> BITS != behind - q >> BITS).view(n, -1)[:, :num_classes]
     raised = torch.where(below, torch.sign(grad_logits) * limit, grad_logits)
     grad_logits.copy_(torch.where(kept, raised, 0.0))

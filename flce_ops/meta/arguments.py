@@ -127,7 +127,6 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     logits: LogitOptions
     output_mask: OutputMask
     statistics: Statistics
-    sparse: SparseGradient
 
 
 GRADIENT_OF_LOGITS = (gradients("logits")[0]._replace(asked=None),)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import LogitOptions
 from ..math.shards import shard_rows
-from ..meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ..meta.arguments import Backward, WithGrad
 from ..objectives.cross_entropy import LossOptions
 from ..support.torch_private import (
     comes_from_outside_a_traced_graph,
@@ -61,7 +61,7 @@ def facts_of(call: Any) -> CallFacts:
     first = operands[0]
     options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
     options["topk"] = operands.target.dim() == 2
-    if isinstance(call, (WithGrad, VocabParallelWithGrad, Backward)):
+    if isinstance(call, (WithGrad, Backward)):
         options["sparse"] = any(call.sparse.products(call.output_mask))
     if isinstance(call, Backward):
         options["label_smoothing"] = call.cotangents.grad_logit_sum is not None

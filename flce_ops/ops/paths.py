@@ -102,11 +102,6 @@ LOSS = {
             (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
             why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
-        Path(
-            "sparse",
-            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *SPARSE_IN_FORWARD),
-            why="as one pass, a checkpoint's forward twice; without it gradient_threshold is refused",
-        ),
         Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
     ),
     "a scalar loss of a policy": (

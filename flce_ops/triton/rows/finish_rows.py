@@ -76,7 +76,6 @@ class FinishedRows(NamedTuple):
     weight_factor: Tensor  # c_i, corrected for the rounding of E_iy
     residual: Tensor  # c_i times that rounding
     column: Tensor | None = None  # int64, with soft targets: the class whose rounding `residual` holds
-    row_sum: Tensor | None = None  # if ranks share a row: Z over all ranks, relative to this rank's reference
 
 
 @triton.jit
@@ -153,7 +152,6 @@ def finish_rows_kernel(
         # 0 if a bias of -inf switches off all classes of this rank; nan if it switches off those of all ranks
         exponent = tl.where(row_sum > 0.0, lse2 - reference, 0.0 * lse2)
         row_sum = tl.exp2(tl.where(exponent > LARGEST_EXPONENT, LARGEST_EXPONENT, exponent))
-        tl.store(finished.row_sum + i, row_sum, mask=mask)
 
     value = tl.zeros((BLOCK_N,), tl.float32)
     slope = tl.zeros((BLOCK_N,), tl.float32)  # sum_k slope_k
@@ -262,7 +260,6 @@ def launch_finish_rows(
         weight_factor,
         residual,
         column=column.new_empty(n) if soft else None,
-        row_sum=None if gathered is None else sums.exponentials.new_empty(sums.exponentials.shape),
     )
     whole = None
     if gathered is not None:

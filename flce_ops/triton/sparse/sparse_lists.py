@@ -28,13 +28,11 @@ only on the seed, the token's place in the call and the tile's number. So forwar
 every rank draw the same numbers.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math import sparse_gradient
-from ...math.sparse_gradient import Shard
 from ..gemm.class_blocks import LIVE
 from ..kernel import Kernel
 from ..rows.finish_rows import FinishedRows
@@ -63,7 +61,7 @@ def mix(x):
 
 
 @triton.jit
-def key_of_row(rows, row, first_tile):
+def key_of_row(rows, row):
     """The key of a row's random numbers in its first tile. Adding a tile's number, counted from the first tile, times
     GOLDEN gives that tile's key.
     """
@@ -73,7 +71,7 @@ def key_of_row(rows, row, first_tile):
         token = tl.load(rows.valid_tokens.order + row).to(tl.int64)
         seed = tl.load(rows.seed).to(tl.int64)
         key = mix((token * GOLDEN).to(tl.uint32) ^ seed.to(tl.uint32))
-        return mix(key ^ (seed >> 32).to(tl.uint32)) + tl.full((), first_tile, tl.uint32) * GOLDEN
+        return mix(key ^ (seed >> 32).to(tl.uint32))
 
 
 @triton.jit
@@ -89,14 +87,14 @@ def uniforms(rows, key, tile):
 
 
 @triton.jit
-def start_of_row(rows, row, first_tile):
+def start_of_row(rows, row):
     """Returns a pointer to the row's exponentials, the threshold of an exponential, q of an exponential of 1, and the
     row's key.
     """
     limit = rows.threshold * tl.load(rows.row_sum + row)
     scale = tl.div_rn(ONE * 1.0, limit)
     exponentials = rows.exponentials.pointer + row.to(tl.int64) * rows.exponentials.stride
-    return exponentials, limit, scale, key_of_row(rows, row, first_tile)
+    return exponentials, limit, scale, key_of_row(rows, row)
 
 
 @triton.jit
@@ -110,21 +108,7 @@ def shares(rows, e, scale, dither):
 
 
 @triton.jit
-def columns_of_groups(rows, first, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
-    """Returns columns, (groups, WIDTH), and which of them may be listed. Groups that are not aligned may reach into
-    other ranks' classes and into dense classes; these are left out.
-    """
-    cols = first[:, None] - BEFORE + tl.arange(0, WIDTH)[None, :]
-    listed = cols < rows.V
-    if BEFORE // GROUP * GROUP != BEFORE:
-        listed = listed & (cols >= 0)
-        if rows.dense.number is not None:
-            listed = listed & (tl.load(rows.dense.is_dense + cols // LIVE, mask=listed, other=1) == 0)
-    return cols, listed
-
-
-@triton.jit
-def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: tl.constexpr):
+def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr):
     """Returns the groups of a tile, their sums of q in int64, and u.
 
     An aligned group lies either completely inside a dense block or completely outside. Rows of E are padded to 16
@@ -133,41 +117,20 @@ def shares_of_tile(rows, e_ptr, scale, key, tile, EVEN_V: tl.constexpr, BEFORE: 
     V = rows.V
     u, dither = uniforms(rows, key, tile)
     group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-    here = (group * GROUP < V + BEFORE) & (group * GROUP + GROUP > BEFORE)
-    if rows.dense.number is not None and BEFORE // GROUP * GROUP == BEFORE:
-        block = (group - BEFORE // GROUP) // (LIVE // GROUP)
+    here = group * GROUP < V
+    if rows.dense.number is not None:
+        block = group // (LIVE // GROUP)
         here = here & (tl.load(rows.dense.is_dense + block, mask=here, other=1) == 0)
     WIDTH: tl.constexpr = 128 // e_ptr.dtype.element_ty.primitive_bitwidth
     q = tl.zeros(group.shape, tl.int32)
     for part in tl.static_range(GROUP // WIDTH):
         first = group * GROUP + part * WIDTH
-        cols, mask = columns_of_groups(rows, first, WIDTH, BEFORE)
-        if BEFORE // GROUP * GROUP == BEFORE:
-            mask = (first - BEFORE < V)[:, None]
-        e = tl.load(e_ptr + cols, mask=mask & here[:, None], other=0.0).to(tl.float32)
+        cols = first[:, None] + tl.arange(0, WIDTH)[None, :]
+        e = tl.load(e_ptr + cols, mask=((first < V) & here)[:, None], other=0.0).to(tl.float32)
         if not EVEN_V:
             e = tl.where(cols < V, e, 0.0)
         q += tl.sum(shares(rows, e, scale, dither), 1)
     return group, tl.where(here, q, 0).to(tl.int64), u
-
-
-@Kernel
-def last_shares_kernel(
-    rows,  # SparseRows
-    shares_ptr,  # (n,) int64, out
-    first_tile,
-    EVEN_V: tl.constexpr,
-    BEFORE: tl.constexpr,
-):
-    """One program per row: sums q over the row's last tile."""
-    row = tl.program_id(0)
-    total = tl.zeros((), tl.int64)
-    if row < valid_rows(rows.valid_tokens, tl.num_programs(0)):
-        e_row, _, scale, key = start_of_row(rows, row, first_tile)
-        tile = tl.cdiv(rows.V + BEFORE, TILE) - 1
-        _, q, _ = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V, BEFORE)
-        total = tl.sum(q, 0)
-    tl.store(shares_ptr + row, total)
 
 
 @Kernel
@@ -176,10 +139,7 @@ def list_groups_kernel(
     lists,  # Lists, out: group, number within the group, sum before the group
     column_ptr,  # (n,) int64, the targets' columns
     of_dense_ptr,  # (n,) int64, out: the target's column if its class is dense, else -1
-    carried_ptr,  # (n,) int64, the sum of q of other ranks in this rank's first tile, modulo 1; None for 0
-    first_tile,
     EVEN_V: tl.constexpr,
-    BEFORE: tl.constexpr,
 ):
     """Writes the length of each row's list, and for the m-th kept entry of a group what list_entries_kernel starts
     from:
@@ -189,16 +149,14 @@ def list_groups_kernel(
     row = tl.program_id(0)
     if row < valid_rows(rows.valid_tokens, tl.num_programs(0)):
         V = rows.V
-        e_row, _, scale, key = start_of_row(rows, row, first_tile)
+        e_row, _, scale, key = start_of_row(rows, row)
         entries_row, room = lists.entries + row.to(tl.int64) * lists.room, lists.room
         count = 0
-        tiles = tl.cdiv(V + BEFORE, TILE)
+        tiles = tl.cdiv(V, TILE)
         if rows.dense.number is not None:
             tiles = tl.where(tl.load(rows.dense.number) < tl.cdiv(V, LIVE), tiles, 0)
         for tile in range(0, tiles):
-            group, q, u = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V, BEFORE)
-            if carried_ptr is not None:
-                u = (u + tl.load(carried_ptr + row, mask=tile == 0, other=0)) & (ONE - 1)
+            group, q, u = shares_of_tile(rows, e_row, scale, key, tile, EVEN_V)
             behind = tl.cumsum(q, 0) + u
             before = behind - q
             first = (before >> BITS).to(tl.int32)
@@ -227,15 +185,13 @@ def list_entries_kernel(
     lists,  # Lists: reads what list_groups_kernel wrote, writes the entries
     column_ptr,  # (n,) int64, the targets' columns
     finished,  # FinishedRows
-    first_tile,
-    BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The m-th kept entry of a group is the first one after which the tile's running sum has passed m + 1 whole
     numbers.
     """
     row = tl.program_id(0)
-    e_row, limit, scale, key = start_of_row(rows, row, first_tile)
+    e_row, limit, scale, key = start_of_row(rows, row)
     row_factor, residual = tl.load(finished.row_factor + row), tl.load(finished.residual + row)
     column = tl.load(column_ptr + row).to(tl.int32)
     count = tl.load(lists.lengths + row)
@@ -245,14 +201,14 @@ def list_entries_kernel(
         packed = tl.load(entries_row + at, mask=at < count, other=0)
         group = (packed >> 32).to(tl.int32)
         _, dither = uniforms(rows, key, group // (TILE // GROUP))  # entries of one block belong to different tiles
-        cols, listed = columns_of_groups(rows, group * GROUP, GROUP, BEFORE)
-        e = tl.load(e_row + cols, mask=(at < count)[:, None] & listed, other=0.0).to(tl.float32)
+        cols = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        e = tl.load(e_row + cols, mask=(at < count)[:, None] & (cols < rows.V), other=0.0).to(tl.float32)
         behind = tl.cumsum(shares(rows, e, scale, dither[:, None]).to(tl.int64), 1)
         goal = ((packed >> BITS & (GROUP - 1)) + 1) << BITS
         earlier = (behind + (packed & (ONE - 1))[:, None] < goal[:, None]).to(tl.int32)
         place = tl.minimum(tl.sum(earlier, 1), GROUP - 1)
         e = tl.sum(tl.where(tl.arange(0, GROUP)[None, :] == place[:, None], e, 0.0), 1)
-        found = group * GROUP - BEFORE + place
+        found = group * GROUP + place
         below = tl.abs(e) < limit
         value = row_factor * tl.where(below, tl.where(e < 0.0, -limit, limit), e)
         value += tl.where((found == column) & (below == 0), residual, 0.0)
@@ -260,30 +216,14 @@ def list_entries_kernel(
         tl.store(entries_row + at, (bits << 32) | found.to(tl.int64), mask=at < count)
 
 
-def launch_carried(rows: SparseRows, shard: Shard) -> Tensor:
-    """(n,) int64, the argument `carried` of launch_lists. The row sums in `rows` must be those over all ranks."""
-    first_tile, before = divmod(shard.start, sparse_gradient.TILE)
-    last = rows.row_sum.new_empty(rows.n, dtype=torch.int64)
-    last_shares_kernel[(rows.n,)](rows, last, first_tile, EVEN_V=rows.V % 8 == 0, BEFORE=before, num_warps=4)
-    return shard.shares_before(last)
-
-
 def launch_lists(
     rows: SparseRows,
     finished: FinishedRows,
     column: Tensor,  # (n,)
     lists: Lists,  # the lists of the chunk; out
-    vocab_start: int = 0,  # the first class of this rank
-    carried: Tensor | None = None,  # (n,)
 ) -> Tensor:  # (n,)
     """The target's column if its class is dense, else -1."""
     n, of_dense = rows.n, column.new_empty(column.shape)
-    first_tile, before = divmod(vocab_start, sparse_gradient.TILE)
-    even = rows.V % 8 == 0
-    list_groups_kernel[(n,)](
-        rows, lists, column, of_dense, carried, first_tile, EVEN_V=even, BEFORE=before, num_warps=4
-    )
-    list_entries_kernel[(n, lists.walkers)](
-        rows, lists, column, finished, first_tile, BEFORE=before, BLOCK=128, num_warps=4
-    )
+    list_groups_kernel[(n,)](rows, lists, column, of_dense, EVEN_V=rows.V % 8 == 0, num_warps=4)
+    list_entries_kernel[(n, lists.walkers)](rows, lists, column, finished, BLOCK=128, num_warps=4)
     return of_dense

@@ -27,21 +27,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...math.sparse_gradient import TILE, Shard, room_of_row
+from ...math.sparse_gradient import room_of_row
 from ...math.topk import in_columns
-from ...meta.arguments import VocabParallelWithGrad
 from ...support.workspace import matrix_bytes, reserved
 from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
-from ..rows.row_statistics import sum_pairs
 from ..rows.valid_tokens import ValidTokens
-from ..steps.chunking import Chunking, chunk_shard, chunk_span
+from ..steps.chunking import Chunking, chunk_span
 from ..steps.chunks import MULTIPLE, TOKEN_BYTES, slices
 from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
 from .class_order import launch_class_order
 from .gather_sums import CLASS_COLUMNS, SPLIT, TOKEN_COLUMNS, Lists, cut_lists, launch_gather_lists
-from .sparse_lists import launch_carried, launch_lists
+from .sparse_lists import launch_lists
 from .sparse_or_dense import NONE_DENSE, Call, SparseRows, empty_dense, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
@@ -64,10 +62,9 @@ class SparseStep(OnePassStep):
         gradients: Gradients,
         room: int,
         chunks: list[slice],
-        shard: Shard | None,
     ) -> None:
         super().__init__(call, valid_tokens, per_token, gradients, Chunking(chunks, 0))
-        self.options, self.room, self.shard = call.sparse, room, shard
+        self.options, self.room = call.sparse, room
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
         self.dense, self.seed = NONE_DENSE, None
         if call.sparse.gradient_mode == "unbiased":  # "drop" has no dense classes, whatever time its lists take
@@ -91,16 +88,12 @@ class SparseStep(OnePassStep):
     def exponentiate(self, chunk: slice, rows: Tensor, exponentials: Tensor) -> tuple[Tokens, FinishedRows]:
         """Also makes the chunk's lists. The gradient GEMMs that follow only see targets of dense classes."""
         tokens, finished = super().exponentiate(chunk, rows, exponentials)
-        row_sum, num_classes = self.row_sum if finished.row_sum is None else finished.row_sum, exponentials.shape[1]
+        row_sum, num_classes = self.row_sum, exponentials.shape[1]
         of_rows = matrix_of(exponentials), row_sum, tokens.valid_tokens, self.dense
         listed = SparseRows(*of_rows, num_classes, self.options.gradient_threshold, self.seed)
         if chunk.start == 0 and self.dense.number is not None:
             launch_sparse_or_dense(listed, rows.shape[1])
-        start, carried = 0, None
-        if self.shard is not None:
-            start = self.shard.start
-            carried = None if self.seed is None else launch_carried(listed, self.shard)
-        of_dense = launch_lists(listed, finished, tokens.column, self.lists_of(chunk), start, carried)
+        of_dense = launch_lists(listed, finished, tokens.column, self.lists_of(chunk))
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
@@ -136,34 +129,25 @@ def run_spans(
     valid_tokens: ValidTokens,
     per_token: StepTokens,
     gradients: Gradients,
-    shard: Shard | None = None,  # if ranks share the vocabulary
 ) -> list[slice]:
     """Runs the step and returns its chunks."""
     num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
-    if shard is not None:
-        num_classes = shard.rows  # the size of the largest shard, so that all ranks have equal spans and lists
     topk = in_columns(call.operands.target).shape[1]
     room = room_of_row(call.sparse.gradient_threshold, num_classes, topk)
-    if shard is not None and shard.rows % TILE:
-        room += 1  # a shard may begin inside a tile
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    chunkings = [chunking_of_span(call, span, room, shard) for span in spans]
+    chunkings = [chunking_of_span(call, span, room) for span in spans]
     chunks = [chunk for chunking in chunkings for chunk in chunking.chunks]
-    step = SparseStep(call, valid_tokens, per_token, gradients, room, chunks, shard)
+    step = SparseStep(call, valid_tokens, per_token, gradients, room, chunks)
     for span, chunking in zip(spans, chunkings):
         step.run_span(span, chunking)
     return chunks
 
 
-def chunking_of_span(call: Call, span: slice, room: int, shard: Shard | None) -> Chunking:
+def chunking_of_span(call: Call, span: slice, room: int) -> Chunking:
     """The chunks of a span, beside its lists."""
-    tokens, (input, linear_weight) = span.stop - span.start, call.operands[:2]
+    tokens = span.stop - span.start
     with reserved(list_bytes(tokens, room)):
-        if shard is None:
-            chunking = chunk_span(tokens, linear_weight, call.output_mask)
-        else:
-            assert isinstance(call, VocabParallelWithGrad)
-            chunking = chunk_shard(input[span], shard.rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+        chunking = chunk_span(tokens, call.operands.linear_weight, call.output_mask)
     return replace(chunking, chunks=[slice(span.start + c.start, span.start + c.stop) for c in chunking.chunks])
 
 

@@ -17,7 +17,6 @@ from ... import meta
 from ...math.options import Operands, TokenStatistics, changed
 from ...math.reduction import Reduction
 from ...math.shards import Exchange, shard_rows, statistics_of_shard
-from ...math.sparse_gradient import Shard
 from ...meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
@@ -103,7 +102,7 @@ def one_pass_step(
     valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
     chunking = best_chunking(problem)
-    return step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking, None)
+    return step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
 
 
 def step_over_tokens(
@@ -113,18 +112,17 @@ def step_over_tokens(
     place: Tensor,  # (N,)
     results: tuple[Tensor, ...],  # the loss and the gradients
     chunking: Chunking,
-    shard: Shard | None,
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
     loss, *grads = results
     gradients, chunks = wanted_gradients(grads, call.output_mask), chunking.chunks
-    if is_sparse(call):
-        chunks = run_spans(call, valid_tokens, per_token, gradients, shard)
+    if isinstance(call, WithGrad) and is_sparse(call):
+        chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
         OnePassStep(call, valid_tokens, per_token, gradients, chunking).run_chunks(chunks)
     finish_gradients(grads, gradients, valid_tokens, place)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
-    return chunks, sparse_notes(call)
+    return chunks, sparse_notes(call) if isinstance(call, WithGrad) else []
 
 
 @takes(VocabParallelWithGrad)
@@ -145,8 +143,7 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
         reduction = Reduction(call.row_scale.contiguous())
         per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
         chunking = chunk_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
-        shard = Shard(call.vocab_start, rows, exchange.gather)
-        chunks, notes = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking, shard)
+        chunks, notes = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
     record_chunks(call, linear_weight, chunks, *notes)
     return outputs
