@@ -64,7 +64,7 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
         for rows, block in row_blocks(input, chunk, product, nbytes):
-            logits, slope = activate_with_slope(block, call.logits.of(rows))
+            logits, slope = activate_with_slope(block, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)
             gradients.add_bias(apply_slope(grad_logits, slope))

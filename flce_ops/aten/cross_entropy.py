@@ -55,7 +55,7 @@ def forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
     weight_sum = (logits.shape[1] if weight is None else weight.sum()) if call.logit_sum else None
     asked = Statistics(argmax=call.argmax)
     for rows, u in copied_rows(call):
-        z = activate(u, call.logits.of(rows))
+        z = activate(u, call.logits)
         target_logit[rows] = z.gather(1, column[rows]).squeeze(1)
         found = reduce_rows(z, asked, logits.shape[1], weight, weight_sum)
         if call.argmax:
@@ -76,7 +76,7 @@ def backward(call: LogitsBackward, outputs: Sequence[Tensor]) -> None:
     factors = SoftmaxFactors(torch.where(valid, call.lse, torch.inf), factor, None)
     weight = upcast(weight, dtype)
     for rows, u in copied_rows(call):
-        z, slope = activate_with_slope(u, call.logits.of(rows))
+        z, slope = activate_with_slope(u, call.logits)
         grad = softmax_gradient(z, factors.of(rows))
         add_target_and_sum(grad, column[rows], cotangents.of(rows), weight)
         grad_logits[rows] = apply_slope(grad, slope)

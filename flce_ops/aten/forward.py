@@ -41,7 +41,7 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
             save_product(products, chunk, product)
         blocks = row_blocks(input, chunk, product, nbytes, column, target_logit, lse, lse_rest)
         for rows, block, own_column, own_target_logit, own_lse, own_rest in blocks:
-            logits = activate(block, call.logits.of(rows))
+            logits = activate(block, call.logits)
             at_target = at_columns(logits, own_column, own_target_logit)
             own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
             found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)

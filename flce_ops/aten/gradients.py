@@ -174,7 +174,7 @@ class SparseAccumulator(GradientAccumulator):
         """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,)."""
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
-        logit_scale = self.logits.of(rows).logit_scale
+        logit_scale = self.logits.logit_scale
         slope = slope if logit_scale is None else slope * logit_scale.flatten()
         draws, count = self.draws.of(rows), grad_logits.shape[0]
         at_once = count // PARTS + 1

@@ -81,7 +81,7 @@ def student_logits(
     """
     input = operands.input[rows]
     product = chunk_product(input, operands.linear_weight, operands.linear_bias)
-    softcap, logit_scale = of_rows = options.student.of(rows)
+    softcap, logit_scale = of_rows = options.student
     if softcap is None or not slope:
         return input, activate(product, of_rows), None
     return input, *cap_with_slope(scale_logits(product, logit_scale), softcap)
@@ -92,7 +92,7 @@ def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) ->
     dtype = accumulation_dtype(operands.input.dtype)
     if operands.teacher_probs is None:
         product = chunk_product(operands.teacher_input[rows], operands.teacher_weight, operands.teacher_bias)
-        return activate(product, options.teacher.of(rows)).to(dtype)
+        return activate(product, options.teacher).to(dtype)
     p = operands.teacher_probs[rows].to(dtype)
     return p if DIVERGENCES[options.kind].of_given_p else p.log()
 

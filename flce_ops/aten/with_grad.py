@@ -231,7 +231,7 @@ def loss_and_gradients(
         else:
             blocks = row_blocks(input, chunk, product, nbytes, *of_rows)
         for rows, block, own_column, own_valid, own_scale, own_losses in blocks:
-            logits, slope = activate_with_slope(block, call.logits.of(rows))
+            logits, slope = activate_with_slope(block, call.logits)
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
             numbers = reduce_rows(logits, asked, num_classes, class_weight, weight_sum)

@@ -196,7 +196,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
         largest = lse.detach()  # -inf without classes
         if size:
             largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)
-            largest = activate_with_slope(largest, problem.logits.of(slice(None)))[0].squeeze(1)
+            largest = activate_with_slope(largest, problem.logits)[0].squeeze(1)
         others |= {"argmax": (argmax + classes.start).to(lse.dtype), "max_logit": largest}
     return ShardRows(lse, lse_rest, torch.where(here & problem.valid, target_logit, 0.0), others)
 

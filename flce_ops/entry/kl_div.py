@@ -17,11 +17,9 @@ from ..meta.kl_div_checks import check_kind
 from ..objectives.class_probabilities import smoothed_and_weighted
 from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
-from . import arguments
 from .arguments import check_arguments, check_divergence, check_ranges
 from .loss import layout_of_call, weightless
 from .schemas import CrossEntropy, KlDiv
-from .token_temperature import temperature_of_tokens
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
@@ -36,9 +34,7 @@ def composite(call: KlDiv) -> Tensor:
     operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
     check_divergence(OP, call, operands)
     operands = flatten_tokens(layout, operands, call.target, call.ignore_index)
-    target = None if call.token_temperature is None else layout.per_token(call.target)
-    temperature = temperature_of_tokens(OP, call, layout, target)
-    options = kl_div_options(call, kind, temperature)._replace(**layout.sharing())
+    options = kl_div_options(call, kind)._replace(**layout.sharing())
     token_weight, denominator = layout.per_token(call.token_weight), None
     if call.reduction != "none":
         normalizer = layout.number(call.normalizer)
@@ -52,13 +48,13 @@ def composite(call: KlDiv) -> Tensor:
     return reduced(layout, call.reduction, operands, options, token_weight, denominator)
 
 
-def kl_div_options(call: KlDiv, kind: str, token_temperature: Tensor | None) -> KlDivOptions:
+def kl_div_options(call: KlDiv, kind: str) -> KlDivOptions:
     input, temperature = call.input, call.temperature
-    student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input, token_temperature)
+    student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input)
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
     teacher_numbers = LogitNumbers(call.teacher_softcap, teacher_scale, temperature)
-    teacher = logit_options(teacher_numbers, teacher_like, token_temperature, "teacher_")
+    teacher = logit_options(teacher_numbers, teacher_like, "teacher_")
     return KlDivOptions(
         kind=kind,
         beta=scalar(call.beta, input) if kind == "jsd" else None,
@@ -150,7 +146,7 @@ def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     student = (input, call.linear_weight, call.linear_bias)
     p = smoothed_and_weighted(call.target, call.weight, call.numbers.label_smoothing, accumulation_dtype(input.dtype))
     operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, p, None))
-    logits = logit_options(call.numbers, input, temperature_of_tokens(arguments.OP, call, layout, None))
+    logits = logit_options(call.numbers, input)
     options = KlDivOptions(kind="cross_entropy", **logits._asdict(), batch_invariant=call.batch_invariant)
     denominator = denominator_of(call, operands.input.shape[0])
     operands, token_weight = weigh_tokens(operands, layout.per_token(call.token_weight), denominator)

@@ -51,7 +51,6 @@ from ..ops.autocast import autocast_call
 from ..support.torch_private import autocast_is_active, differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
-from .token_temperature import temperature_of_tokens
 
 # N tokens, V vocabulary
 
@@ -90,10 +89,7 @@ def token_losses(
     **others: Any,
 ) -> TokenLosses:
     input, values = operands[0], vars(call)
-    temperature = None
-    if values.get("token_temperature") is not None:
-        temperature = temperature_of_tokens(op, call, layout, operands.target)
-    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input, temperature)
+    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
     for name in ("main_grad", "sparse", "batch_invariant"):
         if name in values:
             others[name] = values[name]

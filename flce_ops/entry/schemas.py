@@ -28,7 +28,6 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     main_grad: Tensor | None = None  # (V, D)
     sparse: SparseGradient
     gradient_class_order: Tensor | None = None  # (V,)
-    token_temperature: Tensor | None = None  # (...), in place of the number
     batch_invariant: bool = False
 
 
@@ -45,7 +44,6 @@ class LogitsCrossEntropy(Arguments, keyword_from="weight"):
     numbers: LossNumbers
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
-    token_temperature: Tensor | None = None  # (...), in place of the number
 
 
 class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
@@ -67,7 +65,6 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     mean_logit: bool = False
     tail: bool = False
     sparse: SparseGradient
-    token_temperature: Tensor | None = None  # (...), in place of the number
     batch_invariant: bool = False
 
 
@@ -86,7 +83,6 @@ class RowLoss(Arguments, keyword_from="own"):
     token_weight: Tensor | None = None  # (...)
     normalizer: Tensor | None = None  # ()
     sparse: SparseGradient
-    token_temperature: Tensor | None = None  # (...), in place of the number
     batch_invariant: bool = False
 
 
@@ -116,5 +112,4 @@ class KlDiv(Arguments, keyword_from="teacher_probs"):
     temperature: Scalar = 1.0
     teacher_logit_scale: OptionalScalar = None
     teacher_softcap: OptionalScalar = None
-    token_temperature: Tensor | None = None  # (...), in place of the number
     batch_invariant: bool = False

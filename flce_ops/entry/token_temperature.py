@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..distributed.one_rank import OneRank
 from ..math.options import Number, accumulation_dtype
-from ..math.topk import tokens_that_count
-from ..meta.checks import check_dense, check_device, check_real
+from ..meta.checks import check_device
 from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
 from ..support.torch_private import check_value, forward_mode_is_active
-from .arguments import check_no_gradient, check_shape
 
 # N tokens
 
@@ -39,39 +36,13 @@ def as_argument(op: str, temperature: Tensor, source: str) -> dict[str, Any]:
     argument `temperature`, because it may get a gradient.
     """
     if temperature.dim() > 0:
-        return {"temperature": 1.0, "token_temperature": temperature}
+        refuse_hole(op, "temperature of tokens")
     if op == "linear_kl_div" or source == "logits":
         raise TypeError(
             f"{op}: expected temperature to be a number, got a tensor; no gradient is computed for temperature, so "
             "pass its value: temperature.item()"
         )
     return {}
-
-
-def temperature_of_tokens(
-    op: str,
-    call: Any,
-    layout: OneRank,
-    target: Tensor | None,  # (N,) or (N, K) of this rank; None if all tokens are valid
-) -> Tensor | None:  # (N,) of this rank; 1 at tokens that are not valid, whose number may be anything
-    temperature: Tensor | None = call.token_temperature
-    if temperature is None:
-        return None
-    rows = getattr(call, call.fields[0][0])  # (..., D) or (..., V)
-    check_dense(op, temperature=temperature)
-    check_real(op, temperature=temperature)
-    check_device(op, rows, call.fields[0][0], temperature=temperature)
-    check_shape(op, "temperature", temperature, rows.shape[:-1], "a number, or one number per token, got")
-    check_no_gradient(op, "temperature of tokens", temperature)
-    own = layout.per_token(temperature)
-    assert own is not None
-    if target is not None:
-        own = torch.where(tokens_that_count(target, call.ignore_index), own, 1.0)
-    check_value(
-        ((own > 0.0) & (own < math.inf)).all(),
-        f"{op}: expected temperature to be positive and finite, got a tensor that holds another number",
-    )
-    return own
 
 
 def apply_learnt_scale(

@@ -44,12 +44,6 @@ class KlDivOptions(NamedTuple):
     def teacher(self) -> LogitOptions:
         return LogitOptions(self.teacher_softcap, self.teacher_logit_scale)
 
-    def contiguous(self) -> "KlDivOptions":
-        (softcap, logit_scale), (teacher_softcap, teacher_scale) = self.student.contiguous(), self.teacher.contiguous()
-        return self._replace(
-            softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_scale
-        )
-
     @property
     def of_student(self) -> bool:
         """Whether the gradient needs K, a sum over the student's distribution (objectives/divergence.py)."""

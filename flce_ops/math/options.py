@@ -80,19 +80,6 @@ class LogitOptions(NamedTuple):
     softcap: Tensor | None = None  # () or (N,)
     logit_scale: Tensor | None = None  # () or (N,)
 
-    def of(self, rows: slice | Tensor) -> "LogitOptions":
-        """The options for the logits of these rows, () or (n, 1)."""
-        if self.softcap is None and self.logit_scale is None:
-            return self
-        return changed(self, lambda option: option[rows].unsqueeze(1) if option.dim() else option)
-
-    def contiguous(self) -> "LogitOptions":
-        return changed(self, Tensor.contiguous)
-
-    @property
-    def by_token(self) -> bool:
-        return any(option is not None and option.dim() > 0 for option in self)
-
 
 class Cotangents(NamedTuple):
     """The gradients of the objective by target_logit, lse and logit_sum, (N,) each."""
@@ -238,7 +225,6 @@ def normalizer_tensor(op: str, normalizer: Tensor | Number | None, like: Tensor)
 def logit_options(
     numbers: Any,
     like: Tensor,
-    token_temperature: Tensor | None = None,
     of: str = "",  # before a name in an error
 ) -> LogitOptions:
     """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
@@ -249,8 +235,6 @@ def logit_options(
     If `token_temperature` (N,) is given, it replaces the number tau, and both options become (N,).
     """
     divisor = scalar_unless(1.0, numbers.temperature, like, "temperature")
-    if token_temperature is not None:
-        divisor = token_temperature.to(accumulation_dtype(like.dtype))
     cap = None if numbers.softcap is None else scalar(numbers.softcap, like, f"{of}softcap")
     if divisor is None:
         return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like, f"{of}logit_scale"))

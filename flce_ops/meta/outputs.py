@@ -119,19 +119,9 @@ def check_row(name: str) -> Check:
     return check
 
 
-def check_number(name: str, beside: str) -> Check:
-    """A check that the argument is one number for all tokens or one for each token, as the number `beside` is."""
-
+def check_number(name: str) -> Check:
     def check(op: str, call: Any, number: Tensor) -> None:
-        if number.dim() == 1:
-            checks.check_per_row(op, call.operands, **{name: number})
-            other = call.values()[call.index[beside]]
-            if other is not None and other.dim() == 0:
-                raise ValueError(
-                    f"{op}: expected {beside} of shape {tuple(number.shape)} as {name} is, or both as 0-d tensors, got "
-                    f"a 0-d tensor; pass {beside}.expand({number.shape[0]})"
-                )
-        elif number.dim():
+        if number.dim():
             raise ValueError(f"{op}: expected {name} to be a 0-d tensor, got shape {tuple(number.shape)}")
 
     return check
@@ -191,11 +181,7 @@ CHECKS: dict[Any, Check] = {  # by group or argument, in this order
         for objective in RowObjective.named.values()
     },
     **{name: check_row(name) for name in TOKENS},
-    **{
-        of + name: check_number(of + name, of + beside)
-        for of in ("", "teacher_")
-        for name, beside in (("softcap", "logit_scale"), ("logit_scale", "softcap"))
-    },
+    **{name: check_number(name) for name in ("softcap", "logit_scale", "teacher_softcap", "teacher_logit_scale")},
     "target_weight": check_target_weight,
     "grad_target_logit": lambda op, call, grad: checks.check_per_target(
         op, call.operands.target, grad_target_logit=grad

@@ -71,6 +71,6 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def capped(u: Tensor, options: LogitOptions) -> Tensor:
-    softcap, logit_scale = options.of(slice(None))
+    softcap, logit_scale = options
     z = u if logit_scale is None else logit_scale * u
     return z if softcap is None else softcap * torch.tanh(z / softcap)

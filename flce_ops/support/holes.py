@@ -15,7 +15,7 @@ HOLES = {
     # arguments that get no gradient
     "number": "{name} gets no gradient here; pass it detached",
     "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",
-    "temperature of tokens": "temperature of each token gets no gradient; pass temperature.detach()",
+    "temperature of tokens": "a temperature of each token is not implemented; pass input / temperature",
     "weight": "weight (class weights) gets no gradient; pass weight.detach()",
     "target": "target (class probabilities) gets no gradient; pass target.detach()",
     "target_weight": "target_weight gets no gradient; pass target_weight.detach()",

@@ -28,7 +28,6 @@ from ..gemm.logits_gemm import LOG2E, base2_logits
 from ..gemm.tile_sums import launch_sum_tiles
 from ..gemm.tma import Matrix, load_tile, store_tile
 from ..kernel import Kernel
-from ..rows.logit_numbers import number_of
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, row_distance, valid_rows
 from .fixed_point import from_fixed_point
 from .softmax_rows import Softmax, move_shift
@@ -66,13 +65,11 @@ def log_probabilities(
     softmax,
     shift,
     rows,
-    token,
     cols,
     row_mask,
     tile,
     n,
     V,
-    BY_TOKEN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
@@ -91,7 +88,7 @@ def log_probabilities(
     high, low = shift
     dz_du = logits
     if softmax.softcap is not None:
-        softcap = number_of(softmax.softcap, token[:, None], row_mask[:, None], BY_TOKEN)
+        softcap = number(softmax.softcap)
         logits, dz_du = base2_logits(logits, None, softmax, LogitOptions(softcap, 1.0))  # type: ignore[arg-type]
     else:
         high += tl.load(softmax.tile_max + tile.to(tl.int64) * row_distance(n) + rows, mask=row_mask, other=0.0)
@@ -112,7 +109,6 @@ def divergence_kernel(
     valid_tokens,  # ValidTokens
     n,
     V,
-    BY_TOKEN: tl.constexpr,  # softcap and logit_scale of the student's logits are (N,)
     TEACHER_PROBS: tl.constexpr,  # the teacher's probabilities are given, not logits
     OF_GIVEN_P: tl.constexpr,  # OF_ENTRY takes p instead of log p
     OF_ENTRY: tl.constexpr,
@@ -141,7 +137,7 @@ def divergence_kernel(
             row_number = 1.0
             if row_number_ptr is not None:
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            logit_scale = number_of(scale.logit_scale, token, row_mask, BY_TOKEN)
+            logit_scale = number(scale.logit_scale, 1.0)
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
             if scale.of_sums is not None:
                 factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
@@ -151,11 +147,9 @@ def divergence_kernel(
             # a program may end after the last tile: there all columns are after V, and add 0
             tile = tl.minimum(first_tile + k, tl.cdiv(V, BLOCK_V) - 1)
             cols = (first_tile + k) * BLOCK_V + tl.arange(0, BLOCK_V)
-            log2_q, dz_du = log_probabilities(student, shift, rows, token, cols, row_mask, tile, n, V, BY_TOKEN, EVEN)
+            log2_q, dz_du = log_probabilities(student, shift, rows, cols, row_mask, tile, n, V, EVEN)
             if not TEACHER_PROBS:
-                log2_p, _ = log_probabilities(
-                    teacher, teacher_shift, rows, token, cols, row_mask, tile, n, V, False, EVEN
-                )
+                log2_p, _ = log_probabilities(teacher, teacher_shift, rows, cols, row_mask, tile, n, V, EVEN)
             else:
                 log2_p = load_tile(distributions.teacher_probs, token, cols, row_mask, cols < V).to(tl.float32)
                 if not OF_GIVEN_P:
@@ -343,7 +337,6 @@ class Rows:
             scale,
             self.valid_tokens,
             *logits.shape,
-            BY_TOKEN=LogitOptions(student.softcap, None if scale is None else scale.logit_scale).by_token,
             TEACHER_PROBS=self.distributions.teacher_probs is not None,
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,

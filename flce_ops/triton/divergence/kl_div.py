@@ -86,7 +86,7 @@ def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
 def run(
     call: KlDivForward | KlDivWithGrad | KlDivBackward, step: Callable[..., list[slice]], outputs: tuple[Tensor, ...]
 ) -> None:
-    operands, call.options = call.operands, call.options.contiguous()
+    operands = call.operands
     linear_bias, teacher_bias = contiguous(operands.linear_bias, operands.teacher_bias)
     with torch.cuda.device_of(operands.input):
         valid = operands.valid

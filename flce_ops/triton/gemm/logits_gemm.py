@@ -29,7 +29,7 @@ from torch import Tensor
 from ...math.options import LogitOptions
 from ...support.integers import cdiv
 from ..kernel import Kernel
-from ..rows.logit_numbers import loaded, numbers_in_kernel
+from ..rows.logit_numbers import loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
@@ -111,8 +111,7 @@ def logits_gemm_kernel(
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
 ):
-    if logit_numbers.by_token is None:
-        numbers = loaded(logit_numbers, None, None)
+    numbers = loaded(logit_numbers)
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
@@ -142,18 +141,13 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        if logit_numbers.by_token is not None:
-            token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
-            numbers_of_rows = loaded(logit_numbers, token[:, None], row_mask[:, None])
-        else:
-            numbers_of_rows = numbers
         if BEFORE_SOFTCAP:  # z is that of the rounded logits, as their reader computes it
-            logits = (acc if bias is None else acc + bias) * numbers_of_rows.logit_scale
+            logits = (acc if bias is None else acc + bias) * numbers.logit_scale
             logits = in_dtype_of(out, logits, USE_TMA)
-            without_scale = LogitOptions(numbers_of_rows.softcap, 1.0)  # type: ignore[arg-type]
+            without_scale = LogitOptions(numbers.softcap, 1.0)  # type: ignore[arg-type]
             z, dz_du = base2_logits(logits.to(tl.float32), None, logit_numbers, without_scale)
         else:
-            z, dz_du = base2_logits(acc, bias, logit_numbers, numbers_of_rows)
+            z, dz_du = base2_logits(acc, bias, logit_numbers, numbers)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if STORED:
             if BEFORE_SOFTCAP:
@@ -201,7 +195,7 @@ def launch_logits_gemm(
     logits_gemm_kernel[(min(grid_tiles, programs),)](
         *matrices,
         linear_bias,
-        numbers_in_kernel(logit_options),
+        logit_options,
         epilogue,
         guard,
         valid_tokens,

@@ -20,7 +20,6 @@ from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
 from ..rows.finish_rows import in_kernel
 from ..rows.gradient_factors import KnownRows
-from ..rows.logit_numbers import numbers_in_kernel
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import Count, count_tokens
 from ..steps.chunks import contiguous
@@ -165,7 +164,7 @@ def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> Non
         logits = logits.contiguous()
         call.notes += ("a copy of logits without a unit stride",)
     target, weight = contiguous(target, None if weight is None else weight.float())
-    call.operands, call.logits = LogitOperands(logits, target, weight), call.logits.contiguous()
+    call.operands = LogitOperands(logits, target, weight)
 
 
 def launch(
@@ -204,7 +203,7 @@ def launch_rows(
         weight,
         None if objective is None else in_kernel(objective),
         None if objective is None else objective.d_sum,
-        numbers_in_kernel(call.logits),
+        call.logits,
         call.ignore_index,
         tile.programs * multiprocessors(logits),
         tokens,

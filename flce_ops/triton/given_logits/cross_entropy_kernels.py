@@ -85,7 +85,7 @@ def rows_kernel(
     ARGMAX: tl.constexpr = results.argmax is not None
     i = tl.program_id(0)
     valid, column = target_of(target_ptr, i, ignore_index, V)
-    scores = Scores(logit_numbers, loaded(logit_numbers, i, valid), class_weight_ptr)
+    scores = Scores(logit_numbers, loaded(logit_numbers), class_weight_ptr)
     logit_scale = scores.numbers.logit_scale
     row = row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row.pointer + row.head, 16)

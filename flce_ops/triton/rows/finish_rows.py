@@ -22,12 +22,11 @@ from torch import Tensor
 from ...math.options import LogitOptions
 from ...math.reduction import Reduction
 from ...math.shards import lse_of_shards
-from ...objectives.in_triton import LN2
+from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..steps.exponentials import RowSums
-from .logit_numbers import numbers_in_kernel, scale_of
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .two_sum import surprisal_in_nats
@@ -191,7 +190,7 @@ def finish_rows_kernel(
         scaled = tl.where(scaled == scaled, row_scale * divisor, scaled)
         if BOUNDED:
             scaled = tl.where(divisor == 0.0, 0.0, scaled)
-    logit_scale = scale_of(logit_numbers, token, mask)
+    logit_scale = number(logit_numbers.logit_scale, 1.0)
     row_factor = scaled * logit_scale / row_sum
     divisor = tl.where((divisor == 0.0) & (size == 0.0), 1.0, divisor)
 
@@ -271,7 +270,7 @@ def launch_finish_rows(
         finished,
         n,
         in_kernel(objective),
-        numbers_in_kernel(logit_options),
+        logit_options,
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,

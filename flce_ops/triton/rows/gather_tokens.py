@@ -37,7 +37,7 @@ from ..gemm.epilogues import ReferenceClass
 from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
-from .logit_numbers import loaded, numbers_in_kernel
+from .logit_numbers import loaded
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
@@ -98,7 +98,7 @@ def gather_tokens_kernel(
         bias = None
         if operands.linear_bias is not None:
             bias = tl.load(operands.linear_bias + column).to(tl.float32)
-        numbers = loaded(logit_numbers, token, token >= 0)
+        numbers = loaded(logit_numbers)
         z2, dz_du = base2_logits(product, bias, logit_numbers, numbers)
         tl.store(at_target.reference + row, z2)
         if operands.target is not None:
@@ -136,7 +136,7 @@ def topk_logits_kernel(
     if row < valid_rows(valid_tokens, tl.num_programs(0)):
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         largest, column_of_largest = tl.load(at_target.reference + row), tl.full((), 0, tl.int64)
-        numbers = loaded(logit_numbers, token, token >= 0)
+        numbers = loaded(logit_numbers)
         for start in range(0, TOPK, BLOCK_TOPK):
             k = start + tl.arange(0, BLOCK_TOPK)
             inside = k < TOPK
@@ -199,7 +199,7 @@ def launch_gather_targets(
         linear_weight.stride(),
         rows.stride(0),
         vocab_start,
-        numbers_in_kernel(logit_options),
+        logit_options,
         BLOCK_D=block_d,
         num_warps=4,
     )
@@ -216,7 +216,7 @@ def launch_gather_targets(
         rows.stride(0),
         vocab_start,
         call.ignore_index,
-        numbers_in_kernel(logit_options),
+        logit_options,
         TOPK=target.shape[1],
         BLOCK_TOPK=BLOCK_TOPK,
         BLOCK_D=block_d,

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
+from ...objectives.in_triton import number
 from ...support.integers import cdiv
 from ..gemm.epilogues import Gradient
 from ..gemm.logits_gemm import LOG2E
 from ..kernel import Kernel
 from .gather_tokens import AtTarget
-from .logit_numbers import numbers_in_kernel, scale_of
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
@@ -76,7 +76,7 @@ def gradient_factors_kernel(
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
     row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
-    scale = scale_of(logit_numbers, token, mask)
+    scale = number(logit_numbers.logit_scale, 1.0)
 
     lse = of_tokens(tokens.lse, token, mask)
     lse64 = lse.to(tl.float64)
@@ -172,7 +172,7 @@ def launch_gradient_factors(
         entry,
         residual,
         largest,
-        numbers_in_kernel(logit_options),
+        logit_options,
         valid_tokens,
         n,
         HALF={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype],

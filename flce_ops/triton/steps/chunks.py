@@ -172,6 +172,5 @@ def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
 def make_vectors_contiguous(call: Any) -> None:  # with Operands
     input, linear_weight, *vectors = call.operands
     call.operands = Operands(input, linear_weight, *contiguous(*vectors))
-    call.logits = call.logits.contiguous()
     if "reduction" in call.names:
         call.reduction = Reduction(*contiguous(*call.reduction))
