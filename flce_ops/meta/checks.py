@@ -6,13 +6,12 @@ Each message says which argument, what was expected, what came, and what to do i
 reads tensor data. The kernels check the range of `target` (flce_ops/support/target_range.py).
 """
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import SymInt, Tensor
 
 from ..math.options import Operands, accumulation_dtype
-from ..math.reduction import Reduction
 from ..math.sparse_gradient import MODES, OPERANDS, SparseGradient
 from ..support.holes import refuse_hole
 
@@ -21,32 +20,6 @@ from ..support.holes import refuse_hole
 DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual types, which need no further check
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
-
-
-def check_operands(op: str, operands: Operands, *, topk: bool = False) -> None:
-    """Checks input, linear_weight, target, linear_bias and class weights. With `topk`, target may be (N, K)."""
-    input, linear_weight, target, linear_bias, weight = operands
-    tensors: dict[str, Any] = {
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": weight,
-    }
-    check_dense(op, input=input, **tensors)
-    if input.dim() != 2:
-        raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
-    check_linear(op, input, linear_weight, linear_bias)
-    if target.dim() not in ((1, 2) if topk else (1,)) or target.shape[0] != input.shape[0]:
-        or_topk = f"; (N, K) for K classes of each, with N = {input.shape[0]}, is fine too" if topk else ""
-        raise ValueError(
-            f"{op}: expected target of shape ({input.shape[0]},), one class index per row of input, "
-            f"got {tuple(target.shape)}{or_topk}"
-        )
-    if target.dtype not in TARGET_DTYPES:
-        check_target_dtype(op, target)
-    if weight is not None:
-        check_per_class(op, "weight", weight, linear_weight.shape[0])
-    check_device(op, input, **tensors)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -190,36 +163,10 @@ def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | 
             )
 
 
-def check_per_row(op: str, operands: Any, **tensors: Tensor | None) -> None:
-    """Checks that each tensor has one entry for each row of the operator's first operand."""
-    input, of = operands[0], operands._fields[0]
-    for name, tensor in tensors.items():
-        if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != input.shape[0]):
-            raise ValueError(f"{op}: expected {name} of shape ({input.shape[0]},), got {tuple(tensor.shape)}")
-    check_device(op, input, of, **tensors)
-
-
 def check_constants(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             refuse_hole(op, "constant", name=name)
-
-
-def check_denominator(op: str, reduction: Reduction) -> None:
-    row_scale, denominator = reduction
-    if denominator is not None and (row_scale is not None or denominator.dim() != 0):
-        raise ValueError(
-            f"{op}: expected denominator to be a 0-d tensor, and without row_scale, which is divided already; got "
-            f"shape {tuple(denominator.shape)}" + ("" if row_scale is None else " beside row_scale")
-        )
-
-
-def check_per_target(op: str, target: Tensor, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != target.shape:
-            raise ValueError(
-                f"{op}: expected {name} of target's shape {tuple(target.shape)}, got {tuple(tensor.shape)}"
-            )
 
 
 def check_main_grad(op: str, operands: Operands, main_grad: Tensor | None) -> None:

@@ -2,33 +2,12 @@
 
 import torch
 
-from ..math.kl_div_arguments import TEACHER, KlDivOperands, KlDivOptions
+from ..math.kl_div_arguments import TEACHER, KlDivOperands
 from ..objectives.divergence import KINDS
 from ..support.holes import refuse_hole
-from .checks import check_dense, check_device, check_linear
+from .checks import check_linear
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
-
-
-def check_operands(op: str, operands: KlDivOperands, options: KlDivOptions) -> None:
-    """Checks the shapes (N, D), dtypes and devices that every operator relies on."""
-    check_dense(op, **operands._asdict())
-    input, linear_weight = operands.input, operands.linear_weight
-    if input.dim() != 2:
-        raise ValueError(f"{op}: expected input of shape (N, D), got {tuple(input.shape)}")
-    least = 1 if options.group is None else 0  # with several ranks, the last ones may have no class
-    check_linear(op, input, linear_weight, operands.linear_bias, classes_at_least=least)
-    check_teacher(op, operands)
-    if options.kind != "cross_entropy" or operands.teacher_probs is None:
-        check_kind(op, options.kind)
-    if operands.valid is not None and (
-        operands.valid.dtype != torch.bool or operands.valid.dim() != 1 or operands.valid.shape[0] != input.shape[0]
-    ):
-        raise ValueError(
-            f"{op}: expected valid of shape ({input.shape[0]},) and dtype bool, got {tuple(operands.valid.shape)} in "
-            f"{operands.valid.dtype}"
-        )
-    check_device(op, **operands._asdict())
 
 
 def check_teacher(op: str, operands: KlDivOperands) -> None:

@@ -36,7 +36,6 @@ HOLES = {
     # values of arguments
     "float16": "gradient_threshold in float16 is not implemented, as its gradients wait for the loss scale; use "
     "bfloat16",
-    "threshold and main_grad": "gradient_threshold with main_grad is not implemented; leave one of them out",
     "temperature and softcap": "a tensor as temperature is not implemented together with softcap, behind which it "
     "divides; pass temperature as a number",
     "option of probabilities": "{name} is not implemented for a target of class probabilities{instead}",
