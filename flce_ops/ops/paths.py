@@ -88,34 +88,31 @@ SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, SPARSE)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
-        Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD), why="..._with_grad: 3 GEMM passes, gradients in forward"),
+        Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD)),
         Path(
             "sparse",
             SPARSE_IN_FORWARD,
-            why="as one pass, a checkpoint's forward twice: its gradients are not made of logits",
         ),
-        Path("recompute", (), why="..._forward: 1 pass; backward makes the logits again, 3 more"),
+        Path("recompute", ()),
     ),
     "a scalar loss over a sharded vocabulary": (
         Path(
             "one pass",
             (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
-            why="..._vocab_parallel_with_grad: 3 passes, one exchange a chunk",
         ),
-        Path("recompute", (), why="..._forward of each shard, one exchange of row statistics"),
+        Path("recompute", ()),
     ),
     "a scalar loss of a policy": (
         Path(
             "one pass",
             (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD),
-            why="linear_policy_loss_with_grad: 3 GEMM passes, gradients in forward",
         ),
-        Path("recompute", (), why="log-probabilities by ..._forward, and what backward does for those"),
+        Path("recompute", ()),
     ),
     "a scalar loss of given logits": (
-        Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE), why="..._with_grad_: over the logits, in forward"),
-        Path("one pass", OF_LOGITS, why="..._with_grad: the gradient in forward, beside the logits"),
-        Path("recompute", (), why="..._forward reads the logits, backward a second time"),
+        Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE)),
+        Path("one pass", OF_LOGITS),
+        Path("recompute", ()),
     ),
 }
 
@@ -134,9 +131,8 @@ SAVE_LOGITS = {
         Path(
             "save",
             (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU),
-            why="of as many tokens as the bytes of `retained` hold: 3 GEMM passes for these",
         ),
-        Path("recompute", (), why="backward makes the logits again: 4"),
+        Path("recompute", ()),
     ),
 }
 

@@ -59,6 +59,8 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
             rows, operands["linear_weight"].to(dtype), None if bias is None else bias.to(dtype)
         )
     z = capped(rows, call.logits)
+    # a bias of -inf may switch off all classes of one shard
+    z = torch.where((z == -torch.inf).all(1, keepdim=True), 0.0, z)
     lse = z.logsumexp(1)
     log_p = (z - lse[:, None]).clamp(min=torch.finfo(dtype).min)
     found = {

@@ -17,7 +17,6 @@ class Path(NamedTuple):
     name: str
     conditions: tuple[Condition, ...]
     kernel: str = ""  # "module:function"
-    why: str = ""
 
     def ruled_out_by(self, facts: Any) -> list[str]:
         return [condition.name for condition in self.conditions if not condition.holds(facts)]

@@ -50,7 +50,7 @@ def input_tiles_for(linear_weight: Tensor, *, some_classes: bool = False) -> Til
 
 def takes_tma(matrix: Tensor) -> bool:
     """Whether the matrix's layout and the device allow tensor maps."""
-    return on_tma_device(matrix) and (matrix.is_meta or fits_tma(matrix))
+    return on_tma_device(matrix) and fits_tma(matrix)
 
 
 def on_tma_device(tensor: Tensor) -> bool:
