@@ -38,7 +38,8 @@ def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[s
         return pull({name: leaves[name].to(of.dtype) for name, of in found.items()})[0]
 
     wanted = {name: leaf for name, leaf in fixed.items() if leaf.requires_grad}
-    return torch.func.vjp(gradients, wanted)[1](along)[0]
+    with torch.autocast(call.lse.device.type, enabled=False):
+        return torch.func.vjp(gradients, wanted)[1](along)[0]
 
 
 def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -169,7 +169,7 @@ class KlDivStep:
         write_input_gradient(
             self.grad_input[chunk],
             self.operands.linear_weight,
-            [(slice(0, self.classes), gradient)],
+            gradient,
             Finish(),
             valid_tokens,
             memory,

@@ -142,7 +142,7 @@ class OnePassStep:
         write_input_gradient(
             self.grad_input[chunk],
             self.operands.linear_weight,
-            [(slice(0, exponentials.shape[1]), exponentials)],
+            exponentials,
             finish,
             tokens.valid_tokens,
             torch.empty(numbers, dtype=torch.float32, device=device),
