@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton.gemm import device
-from flce_ops.triton.rows.valid_tokens import choose_chunking
 from flce_ops.triton.steps import backward, chunking, chunks, forward, gradients, one_pass_step, overlay
 from flce_ops.triton.steps.chunking import best_chunking, problem_of
 from flce_ops.triton.steps.overlay import overlay_chunk, scratch_of, slice_tiles

@@ -79,7 +79,6 @@ class ExpSum(NamedTuple):
     total: Tensor | None = None  # (T, n) out, sum_cols z
     quantized: QuantizedLogits | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
-    first_column: int = 0  # the class of column 0
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     if operands.reference_class is not None:
         own = tl.load(operands.reference_class.column + rows, mask=row_mask, other=0).to(tl.int32)
         own_logit = tl.load(operands.reference_class.logit + rows, mask=row_mask, other=0.0)
-        is_own = (cols + operands.first_column)[None, :] == tl.maximum(own, 0)[:, None]
+        is_own = cols[None, :] == tl.maximum(own, 0)[:, None]
         z = tl.where(is_own, own_logit[:, None], z)
     # fma(..., 0) rounds the products. Plain ones would be fused with the additions where no mask stands between, and
     # the sums of a shard with EVEN_V would have other bits than those of a vocabulary without.

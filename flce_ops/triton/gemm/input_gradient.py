@@ -65,8 +65,8 @@ def finished_tile(
 @Kernel
 def input_gradient_kernel(
     exponentials,  # (n, v): tensor descriptor with USE_TMA, else a Matrix
-    classes,  # (v, D): the same kinds; rows of linear_weight
-    linear_weight,  # (V, D), all of linear_weight
+    classes,  # (V, D): the same kinds; linear_weight
+    linear_weight,  # (V, D), read by pointers
     product_ptr,  # (S, count, D) float32: written, or added to
     out,  # (n, D) out
     finish,  # Finish
@@ -74,11 +74,8 @@ def input_gradient_kernel(
     blocks,  # ClassBlocks
     n,
     D,
-    v,
+    V,
     numbers,  # how many float32 numbers `product` holds
-    depth_of_splits,  # main-loop steps of the longest slice; it decides the number of splits of every slice
-    WHOLE: tl.constexpr,  # the slice is all of V
-    FIRST: tl.constexpr,  # this is the first slice
     USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens
     BLOCK_N: tl.constexpr,  # features
@@ -89,8 +86,8 @@ def input_gradient_kernel(
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
     tiles = row_blocks * tl.cdiv(D, BLOCK_N)
-    depth = tl.cdiv(v, BLOCK_K)
-    splits = splits_of(count, D, depth_of_splits, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
+    depth = tl.cdiv(V, BLOCK_K)
+    splits = splits_of(count, D, depth, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
     for item in tl.range(tl.program_id(0), tiles * splits, PROGRAMS):
         split = item // tiles
         tile = item % tiles
@@ -115,19 +112,17 @@ def input_gradient_kernel(
                 b = classes.load([step * BLOCK_K, col_start])
             else:
                 ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(exponentials, rows, ks, row_mask, ks < v)
-                b = load_tile(classes, ks, cols, ks < v, col_mask)
+                a = load_tile(exponentials, rows, ks, row_mask, ks < V)
+                b = load_tile(classes, ks, cols, ks < V, col_mask)
             acc = tl.dot(a, b, acc)
             if blocks.number is not None:
                 step = step_at(blocks, k + 1, BLOCK_K)
-        if WHOLE and splits == 1:
+        if splits == 1:
             grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight)
             store_tile(out, grad, rows, cols, row_mask, col_mask)
         else:
             mask = row_mask[:, None] & col_mask[None, :]
             product = product_ptr + (split.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
-            if not FIRST:
-                acc += tl.load(product, mask=mask, other=0.0)
             tl.store(product, acc, mask=mask)
 
 
@@ -141,8 +136,7 @@ def finish_product_kernel(
     n,
     D,
     numbers,
-    depth_of_splits,
-    WHOLE: tl.constexpr,
+    depth,
     BLOCK_M: tl.constexpr,  # these three describe the GEMM's tiles
     BLOCK_N: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -152,12 +146,10 @@ def finish_product_kernel(
 ):
     """Adds the splits and finishes the sum."""
     count = valid_rows(valid_tokens, n)
-    splits = splits_of(count, D, depth_of_splits, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
+    splits = splits_of(count, D, depth, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     col_mask = cols < D
-    end = count
-    if WHOLE:
-        end = tl.where(splits == 1, 0, count)
+    end = tl.where(splits == 1, 0, count)
     for start in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         rows = start + tl.arange(0, ROWS)
         row_mask = rows < count
@@ -178,29 +170,26 @@ class InputGradient:
     linear_weight: Tensor  # (V, D)
     finish: Finish
     valid_tokens: ValidTokens
-    columns: list[slice]  # of the slices
-    product: Tensor  # flat float32 memory; with several slices at least n D numbers
-    blocks: ClassBlocks = EVERY_BLOCK  # of one slice
-    by_ranges: bool = False  # batch_invariant: `columns` is one slice, or one slice for each range (split_k.py)
+    product: Tensor  # flat float32 memory
+    blocks: ClassBlocks = EVERY_BLOCK
+    by_ranges: bool = False  # batch_invariant (split_k.py)
 
     def __post_init__(self) -> None:
-        self.whole = len(self.columns) == 1
-        assert self.whole or self.product.shape[0] >= self.out.numel()
         self.whole_weight = matrix_of(self.linear_weight)
         self.programs = multiprocessors(self.out)
         self.tiles = input_tiles_for(self.linear_weight, some_classes=self.blocks.number is not None)
-        self.depth = max(cdiv(cols.stop - cols.start, self.tiles.block_k) for cols in self.columns)
+        self.depth = cdiv(self.linear_weight.shape[0], self.tiles.block_k)
         self.numbers = min(self.product.shape[0], 2**31 - 1)
         self.steps = steps_of_range(self.tiles) if self.by_ranges else 0
-        self.constants = {"WHOLE": self.whole, "PROGRAMS": self.programs, "STEPS": self.steps}
-        if self.by_ranges and self.whole and self.depth > self.steps:
+        self.constants = {"PROGRAMS": self.programs, "STEPS": self.steps}
+        if self.by_ranges and self.depth > self.steps:
             assert self.product.shape[0] >= cdiv(self.depth, self.steps) * self.out.numel()
 
-    def add(self, columns: slice, exponentials: Tensor) -> None:  # (n, v)
-        tiles, classes = self.tiles, self.linear_weight[columns]
+    def add(self, exponentials: Tensor) -> None:  # (n, V)
+        tiles = self.tiles
         blocks = [tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]
         input_gradient_kernel[(self.programs,)](
-            *kernel_matrices([exponentials, classes], blocks, tiles.tma),
+            *kernel_matrices([exponentials, self.linear_weight], blocks, tiles.tma),
             self.whole_weight,
             self.product,
             matrix_of(self.out),
@@ -208,10 +197,8 @@ class InputGradient:
             self.valid_tokens,
             self.blocks,
             *self.out.shape,
-            classes.shape[0],
+            exponentials.shape[1],
             self.numbers,
-            self.depth,
-            FIRST=columns.start == 0,
             USE_TMA=tiles.tma,
             **self.constants,
             **tiles.options,
@@ -219,7 +206,7 @@ class InputGradient:
 
     def close(self) -> None:
         n, hidden = self.out.shape
-        if self.whole and (0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden)):
+        if 0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden):
             return  # with one split for any number of valid tokens, the GEMM has finished
         rows, columns = 8, 256
         # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when

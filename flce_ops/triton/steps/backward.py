@@ -26,14 +26,12 @@ from ...meta.arguments import Backward, BackwardInPlace
 from ...meta.call import takes
 from ...objectives.given_slopes import GivenSlopes
 from ...support.integers import cdiv
-from ...support.workspace import get_workspace, matrix_bytes
 from ..gemm.backends import backend_for
-from ..gemm.device import tiles_for, weight_tiles_for
+from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
-from ..gemm.split_k import RANGE, products_of_ranges
-from ..gemm.weight_gradient import WeightGradient, sum_bytes
+from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.gradient_factors import KnownRows, launch_gradient_factors
@@ -41,16 +39,14 @@ from ..rows.set_entries import launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunks import MULTIPLE, contiguous, make_vectors_contiguous, padded, record_chunks, slices
-from .gradients import Gradients, finish_gradients, wanted_gradients
+from .chunking import best_chunking, problem_of
+from .chunks import contiguous, make_vectors_contiguous, padded, record_chunks
+from .gradients import Gradients, finish_gradients, wanted_gradients, write_input_gradient
 from .one_pass_step import StepTokens
 from .quantized_logits import QuantizedLogits, quantized, quantized_of
 from .saved_gradient import launch_saved_gradient
 
 # N tokens, n rows of a range, D hidden, V vocabulary
-
-BLOCK_V = 256  # columns of a tile of the logits GEMM
-SPLIT_NUMBERS = 16 << 20  # the most float32 numbers for products of splits (split_k.py): 64 MiB
 
 
 @takes(Backward)
@@ -107,25 +103,16 @@ def run_backward(
     grad_input, grad_weight, bias_sum = gradients
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
     size, count = input.dtype.itemsize, valid_tokens.order.shape[0]
-    beside = sum_bytes(num_classes, hidden, weight_tiles_for(linear_weight))
-    cut = slices_of_ranges if call.batch_invariant else gradient_slices
-    row_slices, column_slices = cut(count, hidden, num_classes, size, beside, want_input=grad_input is not None)
-    most_rows, most_columns = row_slices[0].stop, padded(column_slices[0].stop, size)
+    problem = problem_of(count, linear_weight, call.output_mask, batch_invariant=call.batch_invariant)
+    chunking = best_chunking(problem)
+    row_slices, most_rows = chunking.chunks, chunking.chunks[0].stop
     if weight_gradient is None and grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
         weight_gradient = backend.weight_gradient(grad_weight, tokens, 1 if adds else len(row_slices), adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
-    memory = torch.empty(most_rows * most_columns, dtype=input.dtype, device=input.device)
+    memory = input.new_empty(most_rows, padded(num_classes, size))
     apart = input.new_empty(most_rows, hidden) if grad_input is None else None
-    product = None
-    if grad_input is not None:
-        numbers = most_rows * hidden
-        left = matrix_bytes(count) - memory.numel() * size - beside * (len(row_slices) > 1)
-        splits = product_splits(numbers, len(column_slices), left)
-        if call.batch_invariant:
-            splits = 1 if len(column_slices) > 1 else products_of_ranges(num_classes)
-        product = torch.empty(splits * numbers, dtype=torch.float32, device=input.device)
     for chunk in row_slices:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
@@ -133,38 +120,30 @@ def run_backward(
         factors, entry, residual, largest = launch_gradient_factors(
             known, at_target, class_weight, input.dtype, here, logit_options=logit_options
         )
-        column, saved, input_gradient, rounded = at_target.column, None, None, None
+        saved, rounded, gradient = None, None, memory[:n, :num_classes]
         if call.batch_invariant and logit_options.softcap is None:  # under a softcap forward saves none
             replaced = at_target.reference_class if call.expected_log_prob is not None else None
             rounded = ExpSum(at_target.reference, None, None, reference_class=replaced)
         if call.retained is not None:
             saved = quantized_of(call.retained, num_classes, input.dtype).of(slice(here.start, here.start + n))
+        launch_logit_gradient(rows, operands, factors, saved, logit_options, here, out=gradient, rounded=rounded)
+        launch_set_entries(gradient, at_target.column, entry, here)
+        if bias_sum is not None:
+            bias_sum += weighted_column_sum(gradient, None, here)
+        if weight_gradient is not None:
+            weight_gradient.add(slice(0, num_classes), gradient, rows, here)
         if grad_input is not None:
+            products = torch.empty(chunking.product_bytes // 4, dtype=torch.float32, device=input.device)
             finish = Finish(None, largest, residual)
-            operands_of_gemm = grad_input[chunk], linear_weight, finish, here, column_slices, product
-            input_gradient = backend.input_gradient(*operands_of_gemm, by_ranges=call.batch_invariant)
-        for cols in column_slices:
-            width = cols.stop - cols.start
-            gradient = memory[: n * padded(width, size)].view(n, -1)[:, :width]
-            own = factors._replace(class_weight=None if class_weight is None else class_weight[cols])
-            launch_logit_gradient(rows, operands, cols, own, saved, logit_options, here, out=gradient, rounded=rounded)
-            launch_set_entries(gradient, column, entry, here, start=cols.start)
-            if bias_sum is not None:
-                bias_sum[cols] += weighted_column_sum(gradient, None, here)
-            if weight_gradient is not None:
-                weight_gradient.add(cols, gradient, rows, here)
-            if input_gradient is not None:
-                input_gradient.add(cols, gradient)
-        if input_gradient is not None:
-            input_gradient.close()
+            of_rows = grad_input[chunk], linear_weight, gradient, finish, here, products
+            write_input_gradient(*of_rows, by_ranges=call.batch_invariant)
     return row_slices
 
 
 def launch_logit_gradient(
     rows: Tensor,  # (n, D)
     operands: Operands,
-    cols: slice,
-    factors: Gradient,  # of the rows; its class weights are those of `cols`
+    factors: Gradient,  # of the rows
     saved: QuantizedLogits | None,  # of the first rows; None if there are none
     logit_options: LogitOptions,
     valid_tokens: ValidTokens,
@@ -173,14 +152,14 @@ def launch_logit_gradient(
     rounded: ExpSum | None,  # forward's epilogue, for which the logits GEMM rounds the others' logits as saved ones are
 ) -> None:
     """Writes G of rows x classes: from saved logits for the first rows, and by the logits GEMM for the others."""
-    linear_weight, linear_bias, count = operands.linear_weight[cols], operands.linear_bias, rows.shape[0]
+    count, classes = out.shape
     first_new = 0 if saved is None else saved.numbers.shape[0]
     if first_new:
         given, tile = slice(0, first_new), tiles_for(rows).block_n
-        launch_saved_gradient(saved, cols, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
+        launch_saved_gradient(saved, factors.of(given), valid_tokens.of(given), out=out[given], tile=tile)
     if first_new < count:
-        others, bias = slice(first_new, count), None if linear_bias is None else linear_bias[cols]
-        operands_of_gemm, factors = (rows[others], linear_weight, bias), factors.of(others)
+        others = slice(first_new, count)
+        operands_of_gemm, factors = (rows[others], operands.linear_weight, operands.linear_bias), factors.of(others)
         valid_tokens, out = valid_tokens.of(others), out[others]
         if rounded is None:
             backend_for(rows).logits(*operands_of_gemm, factors, logit_options, valid_tokens, out=out)
@@ -188,64 +167,17 @@ def launch_logit_gradient(
         # in the memory of G, if it has 16 bits: a program reads a tile before it writes one
         numbers = out.view(torch.int16) if out.itemsize == 2 else torch.empty_like(out, dtype=torch.int16)
         tile = tiles_for(rows).block_n
-        largest = torch.empty(out.shape[0], cdiv(out.shape[1], tile), device=out.device)
+        largest = torch.empty(out.shape[0], cdiv(classes, tile), device=out.device)
         made = quantized(numbers, largest, out.dtype)
-        epilogue = rounded_logits(rounded, made, others, cols)
+        epilogue = rounded_logits(rounded, made, others)
         backend_for(rows).logits(*operands_of_gemm, epilogue, logit_options, valid_tokens, out=numbers)
-        launch_saved_gradient(made, slice(0, out.shape[1]), factors, valid_tokens, out=out, tile=tile)
+        launch_saved_gradient(made, factors, valid_tokens, out=out, tile=tile)
 
 
-def rounded_logits(epilogue: ExpSum, made: QuantizedLogits, rows: slice, cols: slice) -> ExpSum:
-    """`epilogue` without its sums, for these rows and classes."""
+def rounded_logits(epilogue: ExpSum, made: QuantizedLogits, rows: slice) -> ExpSum:
+    """`epilogue` without its sums, for these rows."""
     own = epilogue.reference_class
     if own is not None:
         own = ReferenceClass(own.column[rows], own.logit[rows])
     reference = epilogue.reference_logit[rows]
-    return ExpSum(reference, None, None, quantized=made, reference_class=own, first_column=cols.start)
-
-
-def gradient_slices(
-    rows: int,
-    hidden: int,
-    num_classes: int,
-    itemsize: int,
-    beside: int,  # bytes that grad_linear_weight takes in addition if it is a sum over ranges of rows
-    *,
-    want_input: bool,
-) -> tuple[list[slice], list[slice]]:
-    """Returns row slices that take at most half the workspace, and column slices that fill the rest.
-
-    A row takes the float32 sum of grad_input. If grad_input is not wanted, it takes the gathered token instead.
-    """
-    row_bytes = 4 * hidden if want_input else itemsize * hidden
-    half = get_workspace() // 2
-    most_rows = max(half // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-    row_slices = slices(rows, min(most_rows, rows))
-    count = row_slices[0].stop
-    left = matrix_bytes(rows) - row_bytes * count - beside * (len(row_slices) > 1)
-    most_columns = max(left // (count * itemsize) // BLOCK_V * BLOCK_V, BLOCK_V)
-    # slices are whole tiles, because saved logits have one maximum for each tile
-    return row_slices, slices(num_classes, most_columns, BLOCK_V)
-
-
-def slices_of_ranges(
-    rows: int, hidden: int, num_classes: int, itemsize: int, beside: int, *, want_input: bool
-) -> tuple[list[slice], list[slice]]:
-    """For batch_invariant: one slice of all classes if it fits together with the products of its ranges, otherwise one
-    slice for each range. Both give the same bits.
-    """
-    products = products_of_ranges(num_classes) if want_input else 0
-    row_bytes = padded(num_classes, itemsize) * itemsize + hidden * (4 * products if want_input else itemsize)
-    columns = [slice(0, num_classes)]
-    if products and rows * row_bytes > matrix_bytes(rows):
-        row_bytes = RANGE * itemsize + 4 * hidden
-        columns = [slice(start, min(start + RANGE, num_classes)) for start in range(0, num_classes, RANGE)]
-    most = max((matrix_bytes(rows) - beside) // row_bytes // MULTIPLE * MULTIPLE, MULTIPLE)
-    return slices(rows, min(most, rows)), columns
-
-
-def product_splits(numbers: int, column_slices: int, left: int) -> int:
-    """The number of splits of V whose float32 products of `numbers` numbers fit in `left` bytes. If there are several
-    column slices, they add to one product, and V is not split.
-    """
-    return 1 if column_slices > 1 else min(max(min(SPLIT_NUMBERS, left // 4) // numbers, 1), 8)
+    return ExpSum(reference, None, None, quantized=made, reference_class=own)

@@ -48,16 +48,15 @@ def write_input_gradient(
     """grad_input of a chunk. The product of several slices or ranges waits in float32: in `memory`, or in a new buffer
     if `memory` is too small. If it does not hold the products of all rows, rows are processed in groups.
     """
-    columns = slice(0, linear_weight.shape[0])
-    waiting = products_of_ranges(columns.stop) if by_ranges else 0
+    waiting = products_of_ranges(linear_weight.shape[0]) if by_ranges else 0
     of_row, at_once = waiting * out.shape[1], out.shape[0]
     if waiting:
         memory = memory if memory.shape[0] >= MULTIPLE * of_row else memory.new_empty(MULTIPLE * of_row)
         at_once = memory.shape[0] // of_row // MULTIPLE * MULTIPLE
     for rows in slices(out.shape[0], at_once):
-        of_rows = finish.of(rows), valid_tokens.of(rows), [columns], memory, blocks, by_ranges
+        of_rows = finish.of(rows), valid_tokens.of(rows), memory, blocks, by_ranges
         gradient = backend_for(out).input_gradient(out[rows], linear_weight, *of_rows)
-        gradient.add(columns, exponentials[rows])
+        gradient.add(exponentials[rows])
         gradient.close()
 
 
