@@ -29,7 +29,7 @@ from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
-from .two_sum import surprisal_in_nats
+from .two_sum import sum_from_lse, surprisal_in_nats
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
@@ -104,6 +104,8 @@ def shard_numbers(tokens: Tokens, sums: RowSums, vocab_start: int) -> Tensor:
     share = torch.where(here, torch.exp2(tokens.target_logit - reference), 0.0)
     row_sum = torch.where(row_sum < share, share, row_sum)
     numbers = [reference + row_sum.log2(), torch.where(here, tokens.target_logit, 0.0)]
+    if sums.logit_sum is not None:
+        numbers.append(sums.logit_sum)
     if sums.argmax is not None:
         numbers += [sums.max_logit, (sums.argmax + vocab_start).to(torch.float32)]
     return torch.stack(numbers)
@@ -176,7 +178,12 @@ def finish_rows_kernel(
         value += over_topk(of_target, SOFT)
         slope += over_topk(slope_of_target, SOFT)
         size += over_topk(tl.abs(slope_of_target + tl.zeros_like(distance)), SOFT)
-    value, d_lse = OF_ROW(value, slope, lse2 * LN2, None, at, objective)
+    logit_sum = None
+    if sums.logit_sum is not None:
+        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
+        class_weight_sum = number(objective.class_weight_sum, objective.num_classes * 1.0)
+        logit_sum = sum_from_lse(logit_sum2, class_weight_sum, lse2)
+    value, d_lse = OF_ROW(value, slope, lse2 * LN2, logit_sum, at, objective)
     if tokens.losses is not None:
         tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)
 
@@ -263,6 +270,8 @@ def launch_finish_rows(
     whole = None
     if gathered is not None:
         whole = WholeRows(lse_of_shards(gathered[:, 0], torch.exp2, torch.log2), gathered[:, 1].sum(0))
+        if sums.logit_sum is not None:
+            sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
     finish_rows_kernel[(cdiv(n, rows),)](
         tokens,
         sums,
