@@ -331,24 +331,3 @@ def test_the_facts_of_a_divergence_are_the_same_on_all_ranks():
     operands = [torch.zeros(4, 8), torch.zeros(1, 8), None, torch.zeros(4, 6), torch.zeros(1, 6), None, None, None]
     call = KlDivForward.bind(*operands, group="any", ranks=3, vocab_size=4)
     assert facts_of(call) == CallFacts(vocabulary_dimensions=1, rank_without_classes=True, teacher=torch.float32)
-
-
-def as_markdown() -> str:
-    """The tables in the format of docs/paths.md."""
-    from flce_ops.triton.steps.chunking import CHUNKINGS
-
-    lines = []
-    tables = {**LOSS, **SAVE_LOGITS, **{f"`flce::{name}`": paths for name, paths in KERNELS.items()}, **CHUNKINGS}
-    for title, paths in tables.items():
-        lines += [f"### {title[0].upper()}{title[1:]}", ""]
-        for path in paths:
-            what = path.why or (f"`flce_ops{path.kernel}`" if path.kernel else "")
-            lines.append(f"- **{path.name}**{what and ': '}{what}")
-            lines += [f"    - expects {condition.name}" for condition in path.conditions]
-        lines.append("")
-    return "\n".join(lines[:-1])
-
-
-def test_the_page_shows_the_table():
-    pytest.importorskip("triton")
-    assert as_markdown() in (DOCS / "paths.md").read_text(), f"docs/paths.md is to end in:\n\n{as_markdown()}"
