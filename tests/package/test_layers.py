@@ -11,7 +11,7 @@ grimp = pytest.importorskip("grimp")
 # From the user-facing layer downwards. A layer imports only those below it. Names in one line do not import each other.
 LAYERS = (
     {"check", "integrations", "parallel", "plan"},
-    {"decompositions", "explain", "modules", "warmup"},
+    {"modules"},
     {"functional"},
     {"entry"},
     {"distributed"},
