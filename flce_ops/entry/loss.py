@@ -13,8 +13,7 @@ The numbers of rows come from a forward operator:
 
     a head             linear_cross_entropy_forward        logits are computed and discarded
     given logits       cross_entropy_forward               logits are read
-    a support          linear_support_forward              logits of the classes that it names
-    a shared vocabulary                                    one of the two on each rank, one exchange: vocab_parallel.py
+    a shared vocabulary                                    the first on each rank, one exchange: vocab_parallel.py
 
 Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
 which depend on the target alone. There are three cases in which they are not treated as ignored: token_weight gets a

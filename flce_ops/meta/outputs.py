@@ -12,7 +12,7 @@ from torch import Tensor
 from ..math.options import accumulation_dtype
 from .call import Result
 
-# N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
+# N tokens, K classes of a target, D hidden, V vocabulary
 
 Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted

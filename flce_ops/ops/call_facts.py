@@ -1,8 +1,7 @@
 """The facts of a call that the tables of paths.py read. None of them is data on a device.
 
 facts_of          -> an inner operator's call
-loss_facts        -> a scalar loss, before its operator is known; pair_facts: with a low-rank pair;
-                     given_logits_facts: of given logits
+loss_facts        -> a scalar loss, before its operator is known; given_logits_facts: of given logits
 """
 
 from collections.abc import Sequence

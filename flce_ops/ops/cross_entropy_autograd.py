@@ -5,7 +5,7 @@
     with_grad          saves the gradient made in the same pass               <- that gradient times one scalar
     with_grad_         saves the same gradient, which overwrote the logits
 
-Notation of flce_ops/aten/second_order.py, with H the cotangent of G = d f'. The derivatives of the backward operator
+Notation of flce_ops/aten/logits.py, with H the cotangent of G = d f'. The derivatives of the backward operator
 are
 
     z' = f' H     lse' = sum_j p z'     dL/da = z'_y     dL/dl = lse'     dL/dm = sum_j w z'
