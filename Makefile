@@ -61,7 +61,7 @@ nightly: $(INSTALLED)
 
 # Environments of their own. PyPI's torch brings CUDA, 5 GB each, unless PIP_EXTRA_INDEX_URL names the CPU builds.
 CORE := import torch_private compile scalars export opcheck graphs numerics cross_entropy ops kl_div_operator \
-    double_backward func checkpoint faults replay replay_faults
+    double_backward func checkpoint faults every_kernel
 MATRIX_TOOLS := "pytest>=9" "pytest-xdist>=3.8" "expecttest>=0.3" "hypothesis>=6.100"
 # Triton 3.6's interpreter does not work with numpy 2.4
 OLDEST := "torch==2.11.*" "numpy==2.2.*"
@@ -86,10 +86,15 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m multigpu -n 3 --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_cuda_sizes.py
 
-# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
-newest: $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest -r requirements-newest.txt
-	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_triton_layouts.py tests/kernels/test_triton_targets.py
+# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else. Both versions at once.
+triton-versions: $(INSTALLED)
+	for version in oldest newest; do \
+	    { $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps \
+	        --target $(VENV)/$$version -r requirements-$$version.txt && \
+	    PYTHONPATH=$(VENV)/$$version $(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/kernels/test_every_kernel.py; } \
+	        >$(VENV)/triton-$$version.log 2>&1 & eval "$$version=$$!"; \
+	done; wait $$oldest; failed=$$?; wait $$newest || failed=$$?; \
+	if [ $$failed = 0 ]; then grep -H passed $(VENV)/triton-*.log; else cat $(VENV)/triton-*.log; fi; exit $$failed
 
 wheel: $(INSTALLED)
 	rm -rf dist
