@@ -163,7 +163,7 @@ def load_and_note(*args):
 
 H200.utils.load_binary = load_and_note
 H200.launcher_cls = lambda self, *args: lambda *launch: launched.append(launch)
-os.sched_getaffinity = lambda process: range(4)
+os.cpu_count = lambda: 2
 step("cross_entropy", 1, 1000, {})
 ((launch, call),) = calls
 first_call.compile_kernels(launch, call, device)
