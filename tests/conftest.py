@@ -55,6 +55,7 @@ torch._functorch.config.enable_autograd_cache = False
 
 if not torch.cuda.is_available():
     interpreter.remember_what_is_patched()
+    interpreter.demand_boolean_masks()
 
 # Every run draws the same inputs: whether a change passes does not depend on the draw. `make nightly` sets another seed
 # each night. The seed is in the environment, so that xdist's workers and the tests' own processes use the same one.

@@ -10,15 +10,17 @@ import importlib, os, pkgutil
 os.environ["TRITON_INTERPRET"] = "0"
 import triton
 import flce_ops.triton
-from flce_ops.triton.launch.replay import VARIES_WITH_TOKENS
+from flce_ops.triton.kernel import VARIES_WITH_TOKENS, Kernel
 
 kernels = set()
 for module in pkgutil.walk_packages(flce_ops.triton.__path__, "flce_ops.triton."):
-    found = vars(importlib.import_module(module.name)).items()
-    kernels |= {kernel for name, kernel in found if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction)}
-assert len(kernels) > 40
+    for name, member in vars(importlib.import_module(module.name)).items():
+        # no kernel is launched past Kernel's options
+        assert not (isinstance(member, triton.JITFunction) and name.endswith("_kernel")), name
+        kernels |= {member} if isinstance(member, Kernel) else set()
+assert len(kernels) > 30
 for kernel in kernels:
-    for parameter in kernel.params:
+    for parameter in kernel.jit.params:
         assert parameter.is_constexpr or parameter.do_not_specialize == (parameter.name in VARIES_WITH_TOKENS), (
             kernel.__name__, parameter.name
         )
@@ -33,6 +35,7 @@ def test_no_kernel_is_compiled_again_because_the_number_of_tokens_is_one_or_a_mu
 COMPILED = """
 import os
 os.environ["TRITON_INTERPRET"] = "0"
+from types import SimpleNamespace
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -43,8 +46,12 @@ class Hopper:
     get_current_device = get_current_stream = lambda self, *args: 0
 
 triton.runtime.driver.set_active(Hopper())
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_capability = lambda device: (9, 0)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 from flce_ops.triton.given_logits import cross_entropy
 from flce_ops.triton.divergence import kl_div
+from flce_ops.triton.kernel import OPTIONS, Kernel
 from flce_ops.triton.steps import forward, with_grad
 
 OF_ROWS = "finish_rows_kernel", "finish_forward_kernel", "row_statistics_kernel"
@@ -54,11 +61,11 @@ compiled = []
 def compile_only(kernel, grid):
     def launch(*args, **options):
         if kernel.__name__ in KERNELS:
-            assert "cubin" in kernel.warmup(*args, grid=grid, **options).asm
+            assert "cubin" in kernel.jit.warmup(*args, grid=grid, **OPTIONS, **options).asm
             compiled.append(kernel.__name__)
     return launch
 
-triton.runtime.jit.JITFunction.__getitem__ = compile_only
+Kernel.__getitem__ = compile_only
 for launcher in (with_grad, forward, cross_entropy):
     launcher.assert_in_range = lambda *args: None
 torch.set_default_device("meta")
