@@ -230,12 +230,3 @@ def test_the_target_is_smoothed_and_weighted_in_the_dtype_of_the_sums(device, ta
     expected = run(dense, {"weight": torch.ones_like(weight), **exact}, reduction="mean", **options)
     for ours, right in zip(run(flce_ops.linear_cross_entropy, call, **options), expected, strict=True):
         assert error(ours, right) < 1e-13
-
-
-def test_explain_names_the_operators_that_run(device):
-    call = make_call(device, positions=POSITIONS)
-    call["input"].requires_grad_()
-    text = flce_ops.explain(flce_ops.linear_cross_entropy, **call)
-    assert "flce::linear_kl_div_with_grad" in text and "for each of 6 positions" in text
-    flce_ops.linear_cross_entropy(**call)
-    assert flce_ops.last_path().op == "linear_kl_div_with_grad"

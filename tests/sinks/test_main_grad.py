@@ -82,13 +82,6 @@ def test_tokens_whose_logits_are_saved_take_three_passes_and_others_four(rows):
     assert f"grad_linear_weight added to main_grad in torch.float32, logits of {retained} of {N} tokens saved" in said
 
 
-def test_explain_says_why_the_gradients_are_made_in_backward():
-    inputs = make_inputs((N, D, V))
-    text = flce_ops.explain(flce_ops.linear_cross_entropy, *inputs.args, main_grad=buffer_of(inputs))
-    assert "one pass      ruled out: expects no main_grad" in text
-    assert f"logits of {N} of {N} tokens saved" in text and "linear_cross_entropy_backward_\n" in text
-
-
 def test_eight_micro_batches_are_summed_with_less_error_than_in_half(device):
     """With bfloat16 operands the buffer is float32, while .grad is rounded for each micro-batch."""
     inputs = make_inputs((1024, D, V), device=device, dtype=torch.bfloat16)

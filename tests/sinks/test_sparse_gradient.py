@@ -341,17 +341,6 @@ def test_second_derivatives_refuse_it(objective):
         grad.sum().backward()
 
 
-def test_decompositions_refuse_it():
-    inputs = make_inputs((5, 4, 7), requires_grad=False)
-    options = {"output_mask": [True, True, False], **sparse()}
-    ones = torch.ones(5)
-    calls = {"with_grad": (*inputs.args, None, None), "backward": (-ones, ones, None, *inputs.args, None, ones)}
-    for name, args in calls.items():
-        op = getattr(torch.ops.flce, f"linear_cross_entropy_{name}").default
-        with pytest.raises(NotImplementedError, match="export_decompositions: a gradient with gradient_threshold"):
-            flce_ops.export_decompositions()[op](*args, **options)
-
-
 def test_without_a_gradient_it_does_nothing():
     inputs = make_inputs((5, 4, 7), requires_grad=False)
     losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none", **sparse())

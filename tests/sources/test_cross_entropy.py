@@ -289,15 +289,6 @@ def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
     assert calls.names == ["cross_entropy_with_grad"]
 
 
-def test_explain_names_what_runs():
-    logits, target, _ = make_logits()
-    made = logits.requires_grad_() * 1.0
-    text = flce_ops.explain(flce_ops.cross_entropy, made, target, inplace_backward=True)
-    assert "in place      runs" in text and "flce::cross_entropy_with_grad_" in text
-    text = flce_ops.explain(flce_ops.cross_entropy, logits, target, inplace_backward=True)
-    assert "in place      ruled out: expects logits that an operation made" in text and "one pass      runs" in text
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=str)
 def test_operators(dtype, options):

@@ -216,7 +216,7 @@ def test_with_grad_is_differentiable_in_the_loss_only(device):
     assert [t.requires_grad for t in others] == [False] * 9
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "with_grad", "double_backward"])
+@pytest.mark.parametrize("name", ["forward", "backward", "with_grad"])
 def test_operators_are_tagged_for_the_compiler(name):
     op = getattr(flce, f"linear_cross_entropy_{name}").default
     assert torch.Tag.pt2_compliant_tag in op.tags
@@ -232,7 +232,7 @@ def test_schemas_are_the_contract():
         "Tensor? token_weight=None, Tensor? normalizer=None, Tensor? target_weight=None, "
         'Tensor? main_grad=None, float gradient_threshold=0., str gradient_mode="unbiased", '
         "Tensor? gradient_seed=None, "
-        'str gradient_sparse="both", Tensor? gradient_class_order=None, Tensor? token_temperature=None, '
+        'str gradient_sparse="both", Tensor? gradient_class_order=None, '
         "bool batch_invariant=False) -> Tensor"
     )
 
