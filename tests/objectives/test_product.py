@@ -67,13 +67,21 @@ SINKS = {
     "over the logits": {"inplace_backward": True},
     **{f"sparse, {mode}": SPARSE | {"gradient_mode": mode} for mode in MODES},
 }
+IN_AUTOGRAD, SAMPLED = ("made in forward", "made in backward"), tuple(f"sparse, {mode}" for mode in MODES)
 REFUSED = {
+    "linear_cross_entropy": {("probabilities", sink) for sink in ("main_grad", *SAMPLED)},
+    "cross_entropy": {(name, s) for name in ("K classes", "probabilities") for s in (*IN_AUTOGRAD, "over the logits")},
+}
+ONCE = {  # cells, and options of other cells, whose second derivatives are refused
     "linear_cross_entropy": {
-        *(("probabilities", sink) for sink in ("main_grad", *(f"sparse, {mode}" for mode in MODES))),
+        *(("probabilities", sink) for sink in IN_AUTOGRAD),
+        *itertools.product(("one class", "K classes"), ("main_grad", *SAMPLED)),
+        *("main_grad", "gradient_threshold"),
     },
-    "cross_entropy": {
-        (name, s) for name in ("K classes", "probabilities") for s in [*list(SINKS)[:2], "over the logits"]
-    },
+    "cross_entropy": {("one class", sink) for sink in ("made in forward", "over the logits")},
+    "linear_log_probs": {*itertools.product(("target", "topk"), SAMPLED), "gradient_threshold"},
+    "linear_policy_loss": {*itertools.product(("ppo", "cispo"), SAMPLED), "gradient_threshold"},
+    "linear_kl_div": set(itertools.product(CELLS["linear_kl_div"], IN_AUTOGRAD)),
 }
 LEAVES = {"input", "linear_weight", "logits"}
 
@@ -263,6 +271,38 @@ def run(function, call: dict, place) -> tuple[dict[str, Tensor | None], list[str
     return found, learnt
 
 
+def one_process(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def twice(function, call: dict, learnt: list[str]) -> list[Tensor | None]:
+    """Second derivatives: the gradients of the squared norm of the gradients."""
+    call = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in call.items()}
+    leaves = [call[name].requires_grad_() for name in call.pop("leaves")]
+    if function is not dense and "logits" in call:
+        call["logits"] = call["logits"] * 1.0
+    results = dense(call)[0] if function is dense else results_of(function(**call))
+    first = torch.autograd.grad(scalar_of(results, learnt), leaves, create_graph=True, allow_unused=True)
+    norm = sum(grad.square().sum() for grad in first if grad is not None)
+    return torch.autograd.grad(norm, leaves, allow_unused=True)
+
+
+def has_second_derivatives(function, call: dict, learnt: list[str]) -> bool:
+    """Compares second derivatives with those of dense(); False if they are refused by name."""
+    call = call | {
+        "leaves": [name for name, value in call.items() if isinstance(value, Tensor) and value.requires_grad]
+    }
+    try:
+        found = twice(function, call, learnt)
+    except NotImplementedError as refused:
+        assert re.search("second derivatives|main_grad|create_graph", str(refused)), refused
+        return False
+    for ours, truth in zip(found, twice(dense, call, learnt), strict=True):
+        assert (ours is None) == (truth is None)
+        assert ours is None or error(ours, truth) < 1e-9
+    return True
+
+
 def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
     """Returns the results, after comparing what dense() knows; None if the call is refused by name."""
     try:
@@ -286,6 +326,8 @@ def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
             continue
         ours, truth = (torch.zeros(()) if result is None else result for result in (found[name], expected[name]))
         assert error(ours.expand_as(truth), truth.expand_as(ours)) < 1e-9, name
+    if place is one_process and learnt:
+        found["twice"] = torch.ones(()) if has_second_derivatives(function, call, learnt) else None
     return found
 
 
@@ -309,10 +351,12 @@ def changed(found: dict, without: dict) -> bool:
     return found.keys() != without.keys() or not all(same(found[name], without[name]) for name in found)
 
 
-def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
-    """Returns the pairs (objective, sink) that are refused, and the options that some cell accepts."""
+def walk(name: str, place, sinks, layout: str) -> tuple[set, set, set]:
+    """Returns the pairs (objective, sink) that are refused, the pairs and options whose second derivatives are, and the
+    options that some cell accepts.
+    """
     function, options = FUNCTIONS[name], parameters(FUNCTIONS[name])
-    refused, accepted, silent = set(), set(), []
+    refused, once, accepted, silent = set(), set(), set(), []
     for (objective, (tensors, others)), sink in itertools.product(CELLS[name].items(), sinks):
         if not SINKS[sink].keys() <= options.keys():
             continue
@@ -324,6 +368,8 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
         if usual is None:
             refused.add((objective, sink))
             continue
+        if usual.get("twice") is None:
+            once.add((objective, sink))
         for option, (default, annotation) in options.items():
             if option in (*others, *names, *SINKS[sink]):
                 continue
@@ -335,11 +381,13 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
             for value in values(option, default, annotation):
                 found = check(function, start | {option: value}, place)
                 accepted |= {option} if found is not None else set()
+                if None not in (found, without) and found.get("twice") is None and without.get("twice") is not None:
+                    once.add(option)
                 inert = any(option == known and word in f"{objective}, {sink}, {layout}" for known, word in INERT)
                 if None not in (found, without) and not inert and not changed(found, without):
                     silent.append((objective, sink, option, value))
     assert not silent, silent
-    return refused, accepted
+    return refused, once, accepted
 
 
 def test_every_function_has_its_cells():
@@ -348,8 +396,9 @@ def test_every_function_has_its_cells():
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_option_of_every_cell_has_the_results_of_its_formula_or_is_refused(name):
-    refused, accepted = walk(name, lambda name, tensor: tensor, SINKS, "one process")
+    refused, once, accepted = walk(name, one_process, SINKS, "one process")
     assert refused == REFUSED.get(name, set())
+    assert once == ONCE.get(name, set())
     own = {tensor for tensors, others in CELLS[name].values() for tensor in (*tensors, *others)}
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):  # before torch 2.13 `options` has no value but None
         own.add("options")
@@ -374,5 +423,5 @@ def walk_sharded(device, name: str, sharded: str) -> None:
         placement = Replicate() if split[sharded] is False else Shard(split[sharded])
         return distribute_tensor(tensor, mesh, [placement])
 
-    refused, accepted = walk(name, place, ("made in forward", "made in backward"), f"sharded {sharded}")
+    *_, accepted = walk(name, place, ("made in forward", "made in backward"), f"sharded {sharded}")
     assert accepted
