@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_loss import error
 from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy
-from test_policy import OBJECTIVES, RAGGED, UNIT, inner_options
+from test_policy import OBJECTIVES, RAGGED, UNIT
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode

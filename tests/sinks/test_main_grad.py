@@ -380,14 +380,6 @@ def test_derivatives_of_what_was_added_are_refused():
     assert torch.equal(main_grad, before)
 
 
-def test_the_operator_wants_a_gradient_to_add():
-    inputs = make_inputs((N, D, V), requires_grad=False)
-    cotangents = torch.ones(N), torch.ones(N), None
-    mask = {"output_mask": [True, False, False], "main_grad": buffer_of(inputs)}
-    with pytest.raises(ValueError, match="expected output_mask to want grad_linear_weight"):
-        torch.ops.flce.linear_cross_entropy_backward_(*cotangents, *inputs.args, None, torch.ones(N), **mask)
-
-
 # ---------------------------------------------------------------- data parallelism
 
 
