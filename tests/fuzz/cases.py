@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
+# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher
 
-FUNCTIONS = (
-    *("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy", "low_rank"),
-)
+FUNCTIONS = (*("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy"),)
 LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded", "repeated")
 
 # How derivatives are taken. Only this package uses the others; plain torch uses "grad" in their place.
@@ -109,8 +107,6 @@ class Case:
     kl_factor: float = 0.0
     kl_estimator: str = "k3"
     on_policy: bool = False  # on-policy: without old log-probabilities
-    rank: int = 1
-    frozen: bool = False  # whether the head beside a low-rank pair is frozen
     sparse: str = ""  # gradient_mode, with a gradient_threshold
     threshold: float = 2.0**-6
     class_order: bool = False  # gradient_class_order, a permutation

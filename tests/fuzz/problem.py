@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.fuzz.cases import Case
 
-# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
+# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher
 
 Tensors = dict[str, Tensor]
 View = Callable[[Tensor], Tensor]
@@ -110,9 +110,6 @@ class Problem:
             self.put("normalizer", value, "rows", vector_dtype if case.normalizer == "tensor" else None)
         if case.function == "kl_div":
             self.make_teacher(input, weight)
-        if case.function == "low_rank":
-            self.put("pair_input", self.normal(*tokens, case.rank), case.input_layout, self.dtype, of_tokens=True)
-            self.put("pair_weight", 0.3 * self.normal(V, case.rank), case.weight_layout, self.dtype)
         if case.sparse:
             self.put("gradient_seed", torch.tensor(case.seed), "rows", None)
         if case.class_order:
