@@ -56,9 +56,9 @@ torch._functorch.config.enable_autograd_cache = False
 if not torch.cuda.is_available():
     interpreter.remember_what_is_patched()
 
-# Every run has a new seed. It is in the environment, so that xdist's workers and the tests' own processes use the same
-# one.
-SEED = int(os.environ.setdefault("FLCE_TEST_SEED", str(int.from_bytes(os.urandom(4), "little"))))
+# Every run draws the same inputs: whether a change passes does not depend on the draw. `make nightly` sets another seed
+# each night. The seed is in the environment, so that xdist's workers and the tests' own processes use the same one.
+SEED = int(os.environ.setdefault("FLCE_TEST_SEED", "20261121"))
 
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
@@ -140,6 +140,13 @@ def memory_for_other_workers():
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def several_chunks_of_few_rows(request, monkeypatch):
+    """With the package's own 512 rows the interpreter would need thousands of tokens for several chunks."""
+    if request.module.__name__ != "test_workspace":
+        monkeypatch.setattr("flce_ops.support.workspace.LEAST_ROWS", 128)
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,10 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF = Condition("half operands", lambda s: s.dtype in HALF_DTYPES)
 NOT_FLOAT16 = Condition("another dtype than float16", lambda s: s.dtype != torch.float16)
 NOT_EMPTY = Condition("tokens", lambda s: not s.empty)
-# row factors cannot make label smoothing's term of G
-NOT_SMOOTHED = Condition("no label smoothing", lambda s: not s.label_smoothing)
-NOT_SMOOTHED_IN_TRITON = Condition(  # all ranks must choose the same path, so this ignores their sizes
-    f"{NOT_SMOOTHED.name} (in Triton)", lambda s: NOT_SMOOTHED.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
+# without a softcap, label smoothing adds a product of a column and a row to G
+RANK_ONE = Condition("no label smoothing under a softcap", lambda s: not (s.label_smoothing and s.softcap))
+RANK_ONE_IN_TRITON = Condition(  # all ranks must choose the same path, so this ignores their sizes
+    f"{RANK_ONE.name} (in Triton)", lambda s: RANK_ONE.holds(s) or not (NVIDIA.holds(s) and HALF.holds(s))
 )
 CLASSES = Condition("more than one class", lambda s: not s.one_class)
 # One class has probability 1 and loss 0. The loss is exactly 0 only if the target's logit and lse come from one
@@ -83,7 +83,7 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 # passes in Triton take 0.43 of the time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
 MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
-OF_OPERANDS = (*MADE_IN_FORWARD, NOT_SMOOTHED_IN_TRITON)
+OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
 SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, SPARSE)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
@@ -152,9 +152,11 @@ KERNELS = {
     "linear_cross_entropy_backward_": kernels(TRITON, ":launch_backward_in_place", ":backward_in_place"),
     # Exponentials are normalised after they are stored, which needs bfloat16's range. Under a softcap, label smoothing
     # adds a matrix that is not of rank 1.
-    "linear_cross_entropy_with_grad": kernels((*TRITON, NOT_FLOAT16, NOT_SMOOTHED), ":launch_with_grad", ":with_grad"),
+    "linear_cross_entropy_with_grad": kernels(
+        (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
+    ),
     "linear_cross_entropy_vocab_parallel_with_grad": kernels(
-        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, NOT_SMOOTHED),  # only conditions that are the same on all ranks
+        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # only conditions that are the same on all ranks
         ".steps.with_grad:launch_vocab_parallel_with_grad",
         ".with_grad:vocab_parallel_with_grad",
     ),

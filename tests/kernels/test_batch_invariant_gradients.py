@@ -1,18 +1,15 @@
 """batch_invariant=True: the bits of a row of grad_input depend on that token's operands alone.
 
-In Triton's interpreter and, of half operands, on a CPU; tests/kernels/test_batch_invariance_cuda.py has the GPU.
+In Triton's interpreter; tests/kernels/test_batch_invariance_cuda.py has the GPU.
 """
 
 # N tokens, D hidden, V vocabulary
 
 import pytest
 import torch
-from process_pool import run_in_world
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flce_ops
-from benchmarks.batch_invariance import bits, callings, draw_pool, input_gradients, walk
+from benchmarks.batch_invariance import bits, draw_pool
 from benchmarks.shapes import Shape
 
 CPU = torch.device("cpu")
@@ -21,14 +18,6 @@ N, D, V = 150, 40, 260
 # bytes of workspace, tokens of the call, how many of these count
 WAYS = [(1 << 18, N, None), (1 << 16, N, None), (512 << 20, N, 70), (1 << 17, 131, None)]
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.filterwarnings("ignore:workspace")
-def test_rows_of_half_gradients_on_a_cpu_depend_on_the_token_alone(dtype):
-    pool = draw_pool(Shape(120, 48, 509), dtype, CPU, seed=torch.initial_seed())
-    ways = [way for way in callings(pool, 1, torch.initial_seed()) if len(way.tokens) >= 4]
-    assert not {key: found for key, found in walk(pool, iter(ways), (input_gradients,)).items() if found.differ}
 
 
 @pytest.fixture
@@ -129,26 +118,3 @@ def test_saved_logits_and_those_made_again_give_the_same_bits(entropy, dtype, ra
             gradients.append(bits(made[0]))
         different = sum(int((other != gradients[0]).sum()) for other in gradients[1:])
         assert different == 0 if invariant else different > 0
-
-
-def test_what_is_refused():
-    x, w, y = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5), torch.randint(11, (7,))
-    with pytest.raises(NotImplementedError, match="batch_invariant of a sparse gradient"):
-        seed = torch.tensor(3)
-        flce_ops.linear_cross_entropy(x, w, y, batch_invariant=True, gradient_threshold=0.1, gradient_seed=seed)
-
-
-def test_a_divergence_of_sharded_vocabularies_is_refused_and_sharded_tokens_are_not():
-    run_in_world(("cpu", 2), sharded)
-
-
-def sharded(device):
-    mesh = init_device_mesh(device.type, (2,))
-    x, w, y = torch.randn(8, 5), torch.randn(12, 5), torch.randint(12, (8,))
-    of_tokens = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [Replicate()]), y
-    exact = flce_ops.linear_log_probs(x, w, y).log_probs
-    found = flce_ops.linear_log_probs(*of_tokens, batch_invariant=True).log_probs
-    torch.testing.assert_close(found.full_tensor(), exact)
-    of_classes = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(w, mesh, [Shard(0)])
-    with pytest.raises(NotImplementedError, match="batch_invariant of a divergence over a sharded vocabulary"):
-        flce_ops.linear_kl_div(*of_classes, *of_classes, batch_invariant=True)

@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 from flce_ops.triton.gemm.class_blocks import EVERY_BLOCK, ClassBlocks
 from flce_ops.triton.gemm.tiles import WEIGHT_TILES
-from flce_ops.triton.gemm.transposed_tiles import launch_transposed_tiles
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 
 
@@ -99,7 +98,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_alone(number):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory adds where tensor maps are")
 @pytest.mark.parametrize("growth", [1e-15, 1e-9, 1.0, 1e9, 1e20])
-@pytest.mark.parametrize("d", [512, 520, 640])  # 520, 640: transposed tiles
+@pytest.mark.parametrize("d", [512, 520, 640])  # whole blocks of features, and a ragged last one
 def test_rows_that_overflow_their_scale_are_made_again(growth, d):
     """Where memory adds the sums: only these rows of these tiles are computed again."""
     e = torch.rand(1280, 600, device="cuda") * torch.logspace(-15, 9, 600, device="cuda")
@@ -119,7 +118,7 @@ def test_rows_that_overflow_their_scale_are_made_again(growth, d):
 def by_tensor_maps(monkeypatch):
     """Makes the weight gradient's GEMM use tensor maps."""
     let_tensor_maps_add(monkeypatch)
-    tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)  # a tile size that transposed tiles accept, too
+    tiles = replace(WEIGHT_TILES["interpreter"], block_m=32, tma=True)
     monkeypatch.setitem(WEIGHT_TILES, "interpreter", tiles)
 
 
@@ -184,20 +183,3 @@ def test_what_is_not_finite_does_not_exceed_its_unit(number, by_tensor_maps):
     assert not found[:, 5:7].isfinite().any()
     of_rows = row_errors(found[:, others], exact[:, others])
     assert of_rows.max() <= 6e-3, of_rows  # truncated to the 8 bits of bfloat16
-
-
-@interpreter
-@pytest.mark.parametrize("v, d", [(24, 72), (200, 96), (296, 144)])  # the ends of a block, of a pair, of a group
-def test_a_last_block_of_features_that_is_half_full_is_multiplied_by_turned_tiles(v, d, by_tensor_maps, monkeypatch):
-    turned = []
-
-    def launch(*args, **options):
-        turned.append(options["tiles"])
-        launch_transposed_tiles(*args, **options)
-
-    monkeypatch.setattr("flce_ops.triton.gemm.weight_gradient.launch_transposed_tiles", launch)
-    e, x = torch.rand(128, v), torch.randn(128, d)
-    e[100:], x[100:] = 0.0, 0.0
-    found, exact = summed_over_chunks(e, x, 4, torch.float16, 100)
-    assert len(turned) == 2  # neither in the first chunk nor in the last
-    assert error(found, exact) <= 1.02 * error(exact.half(), exact) + 5e-4

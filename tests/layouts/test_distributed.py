@@ -9,12 +9,10 @@ in test_distributed_*.py.
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fresh_process import run_script
 from inputs import make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error, run_reference
@@ -23,10 +21,8 @@ from sharded_inputs import (
     OPTIONS,
     SQUARE,
     TOLERANCE,
-    B,
     D,
     R,
-    T,
     V,
     batch,
     check_same_as_one_process,
@@ -36,14 +32,11 @@ from sharded_inputs import (
     to_device,
 )
 from test_tensor_kinds import Quantized
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 
 import flce_ops
 from flce_ops.distributed.layout import check_plain_target
-from flce_ops.support import rank_check
 
 # ---------------------------------------------------------------- tokens and vocabulary sharded
 
@@ -224,85 +217,6 @@ def outside_the_mesh(device):
             continue
         with pytest.raises(ValueError, match="not part of the mesh"):
             flce_ops.linear_cross_entropy(*operands, inputs.target)
-
-
-# For each function: the options of rank 0, those of the other ranks, and the words of the message.
-DIFFERENT = {
-    "linear_cross_entropy": [
-        ({"reduction": "mean"}, {"reduction": "sum"}, r"reduction is 'mean' on rank 0 but 'sum' on rank 1"),
-        ({"softcap": 5.0}, {}, r"softcap is 5.0 on rank 0 but None on rank 1"),
-        ({"label_smoothing": 0.1, "z_loss": 1e-2}, {}, r"label_smoothing is 0.1 .*; z_loss is 0.01 on rank 0 but 0.0"),
-        ({"shift": True}, {}, "shift is True on rank 0 but False"),
-        ({"return_metrics": True}, {}, "return_metrics is True on rank 0 but False"),
-        ({"normalizer": torch.tensor(3.0)}, {"normalizer": torch.tensor(4.0)}, r"normalizer is .*, 3.0 on .*, 4.0 on"),
-        ({"weight": torch.ones(V)}, {"weight": 2 * torch.ones(V)}, "weight is torch.float32 .* values .* on rank 1"),
-    ],
-    "linear_log_probs": [({"entropy": True}, {}, "entropy is True on rank 0 but False")],
-    "linear_policy_loss": [({"objective": "cispo"}, {}, "objective is 'cispo' on rank 0 but 'ppo' on rank 1")],
-    "linear_kl_div": [({"kind": "jsd"}, {"kind": "reverse"}, "kind is 'jsd' on rank 0 but 'reverse' on rank 1")],
-    "cross_entropy": [({}, {"ignore_index": 2}, "ignore_index is -100 on rank 0 but 2 on rank 1")],
-}
-
-
-@pytest.mark.parametrize("world", worlds(2, 4, gloo=(2, 4)))
-def test_ranks_whose_arguments_differ_are_told_so_where_it_is_asked_for(world):
-    run_in_world(world, different_arguments)
-
-
-def different_arguments(device):
-    ranks = dist.get_world_size()
-    meshes = [mesh_of(device, ranks)] + ([mesh_of(device, 2, ranks // 2)] if ranks > 2 else [])
-    for mesh in meshes:
-        inputs = batch(device)
-        tokens, rows = [R] * mesh.ndim, [*[R] * (mesh.ndim - 1), Shard(0)]
-        head = place(inputs, mesh, tokens, rows)
-        logits = distribute_tensor(torch.randn(B, T, V, device=device), mesh, tokens)
-        advantages = distribute_tensor(torch.ones(B, T, device=device), mesh, tokens)
-        of_head = (head.input, head.linear_weight, head.target)
-        calls = {
-            "linear_cross_entropy": of_head,
-            "linear_log_probs": of_head,
-            "linear_policy_loss": (*of_head, advantages),
-            "linear_kl_div": (*of_head[:2], head.input.detach(), head.linear_weight.detach()),
-            "cross_entropy": (logits, head.target),
-        }
-        with mock.patch.object(rank_check, "ENABLED", True):
-            for name, args in calls.items():
-                function = getattr(flce_ops, name)
-                function(*args)  # the same call on all ranks
-                for of_first, of_others, words in DIFFERENT[name]:
-                    options = of_first if dist.get_rank() == 0 else of_others
-                    options = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
-                    with pytest.raises(
-                        ValueError, match=f"{name}: expected the same arguments on every rank .*{words}"
-                    ):
-                        function(*args, **options)
-            with flce_ops.workspace((1 + dist.get_rank()) << 20), pytest.raises(ValueError, match="set_workspace is"):
-                flce_ops.linear_cross_entropy(*of_head)
-            last = dist.get_rank() == ranks - 1
-            weight = head.linear_weight.detach().requires_grad_(not last)
-            with pytest.raises(ValueError, match=f"linear_weight is .* with requires_grad, .* on rank {ranks - 1}"):
-                flce_ops.linear_cross_entropy(head.input, weight, head.target)
-            with pytest.raises(ValueError, match="the function is"):
-                if last:
-                    flce_ops.linear_log_probs(*of_head)
-                else:
-                    flce_ops.linear_cross_entropy(*of_head)
-            compiled = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, backend="aot_eager")
-            assert error(full(compiled(*of_head)), run_reference(inputs)["loss"]) < TOLERANCE
-    with mock.patch.object(rank_check, "ENABLED", True):
-        module = nn.ModuleDict({"head": flce_ops.LinearCrossEntropyHead(D, V, device=device)})
-        parallelize_module(module, meshes[0], {"head": flce_ops.VocabParallel()})
-        target = inputs.target.roll(dist.get_rank(), 1)  # for a plain target VocabParallel trusts the ranks
-        with pytest.raises(ValueError, match="target is a DTensor, torch.int64 of shape .* values .* on rank 0 but"):
-            module["head"](inputs.input, target)
-
-
-def test_an_environment_variable_turns_on_the_check_of_ranks():
-    script = "from flce_ops.support import rank_check; print(rank_check.ENABLED)"
-    for value, wanted in (("1", True), ("0", False), (None, False)):
-        given = "" if value is None else f"import os; os.environ['FLCE_CHECK_RANKS'] = '{value}'; "
-        assert run_script(given + script).stdout.strip() == str(wanted)
 
 
 @pytest.mark.parametrize("world", worlds(2))

@@ -128,19 +128,6 @@ def triton_one_pass(device):
 
 
 @pytest.mark.parametrize("world", worlds(2))
-def test_a_low_rank_pair_beside_dtensors_is_refused_by_name(world):
-    run_in_world(world, low_rank_pair_refused)
-
-
-def low_rank_pair_refused(device):
-    inputs = to_device(make_inputs((16, D, V)), device)
-    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
-    pair = torch.zeros(16, 3, device=device), torch.zeros(V, 3, device=device)
-    with pytest.raises(NotImplementedError, match=r"\(LoRA\) on the head is not implemented for DTensors"):
-        torch.ops.flce.linear_cross_entropy_low_rank(placed.input, placed.linear_weight, *pair, placed.target)
-
-
-@pytest.mark.parametrize("world", worlds(2))
 def test_one_pass_operator_passes_opcheck(world):
     run_in_world(world, opcheck_one_pass)
 

@@ -62,7 +62,7 @@ def layouts(device):
 
 
 @pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
-def test_passes_and_what_explain_says(world):
+def test_gemm_passes_of_each_layout(world):
     run_in_world(world, passes)
 
 
@@ -74,9 +74,6 @@ def passes(device):
             n: distribute_tensor(t, mesh, classes if n in CLASSES else tokens).requires_grad_(n in ("input", *CLASSES))
             for n, t in call.items()
         }
-        said = flce_ops.explain(flce_ops.linear_policy_loss, **leaves)
-        verdict = "runs" if one_pass else "ruled out: expects the whole vocabulary on each rank"
-        assert f"a scalar loss of a policy\n  one pass      {verdict}" in said
         with flce_ops.workspace(retained=0), FlopCounterMode(display=False) as flops:
             full(flce_ops.linear_policy_loss(**leaves).loss).backward()
         local, shard = leaves["input"].to_local(), leaves["linear_weight"].to_local()

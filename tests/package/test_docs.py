@@ -132,7 +132,7 @@ def test_code_of_the_page_runs(name):
         for block in blocks:
             exec(block, names)
     finally:
-        budgets._temporary.set(budgets.DEFAULT_WORKSPACE_BYTES)
+        budgets._temporary.set(None)
         budgets._retained.set(None)
 
 

@@ -28,7 +28,7 @@ def nothing_left_behind():
     assert get_workspace() == DEFAULT
     yield
     left = get_workspace()
-    set_workspace(DEFAULT)
+    budgets._temporary.set(None)
     assert left == DEFAULT
 
 
@@ -197,3 +197,21 @@ def test_a_block_inside_a_compiled_function_is_a_graph_break():
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside the compiled function"):
         torch.compile(chunked, backend="eager", fullgraph=True)(*inputs.args)
+
+
+def test_a_chunk_holds_2048_rows_by_default_and_512_at_least(monkeypatch):
+    pytest.importorskip("triton")
+    from flce_ops.triton.steps.chunking import best_chunking, problem_of
+
+    head = torch.empty(256000, 2304, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr("flce_ops.triton.steps.chunking.multiprocessors", lambda matrix: 132)
+    monkeypatch.setattr("flce_ops.triton.gemm.device.capability_of", lambda device: 90)
+
+    def rows() -> int:
+        return best_chunking(problem_of(16384, head, [True, True, False])).chunks[0].stop
+
+    assert 1024 < rows() <= 2048  # 1000 MiB of logits; the chunks may be smaller if they fill the device better
+    with workspace(512 << 20):
+        assert 512 < rows() <= 1024
+    with workspace(64 << 20):
+        assert rows() == 512  # 250 MiB

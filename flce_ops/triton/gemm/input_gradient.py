@@ -36,9 +36,12 @@ class Finish(NamedTuple):
     row_factor: Tensor | None = None  # c_i; None for 1
     column: Tensor | None = None  # int64, the target's class, -1 for none; given together with `residual`
     residual: Tensor | None = None
+    outer_row: Tensor | None = None  # outer_row times outer_column is added, a matrix of rank 1
+    outer_column: Tensor | None = None  # (D,)
 
     def of(self, rows: slice) -> "Finish":
-        return Finish._make(None if vector is None else vector[rows] for vector in self)
+        per_row = [None if vector is None else vector[rows] for vector in self[:-1]]
+        return Finish._make([*per_row, self.outer_column])
 
 
 @triton.jit
@@ -59,6 +62,9 @@ def finished_tile(
         there = row_mask & (column >= 0)
         weight = load_tile(linear_weight, column, cols, there, col_mask)
         product += residual[:, None] * weight.to(tl.float32)
+    if finish.outer_row is not None:
+        outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
+        product += outer[:, None] * tl.load(finish.outer_column + cols, mask=col_mask, other=0.0)[None, :]
     return product
 
 

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Two vectors whose outer product is added. A first vector of None stands for ones; a second of None adds nothing.
+Outer = tuple[Tensor | None, Tensor | None]
+NO_OUTER: Outer = (None, None)
 
 
 class Matrix(NamedTuple):
@@ -65,6 +67,15 @@ def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
     first = (tile // group_tiles) * GROUP
     height = min(blocks - first, GROUP)
     return first + tile % height, (tile % group_tiles) // height
+
+
+@triton.jit
+def outer_product(outer, rows, cols, row_mask, col_mask):
+    """The outer product of two vectors; a first vector of None stands for ones."""
+    product = tl.load(outer[1] + cols, mask=col_mask, other=0.0)[None, :]
+    if outer[0] is not None:
+        product = product * tl.load(outer[0] + rows, mask=row_mask, other=0.0)[:, None]
+    return product
 
 
 def fits_tma(tensor: Tensor | None) -> bool:

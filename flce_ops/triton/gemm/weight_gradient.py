@@ -45,7 +45,7 @@ from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for
 from .overflow_rows import launch_overflow_rows
 from .sum_scales import LARGEST_SUM, NO_ROOM, ROOM, Sum, exponent_of, largest_of_rows, power_of_two, scaled_products
 from .tiles import Tiles
-from .tma import block_of_tile, kernel_matrices, load_tile
+from .tma import NO_OUTER, Outer, block_of_tile, kernel_matrices, load_tile, outer_product
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -60,6 +60,7 @@ def weight_gradient_kernel(
     result_ptr,  # (V, D) out, in the memory of the sum
     exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
     guard_ptr,  # () int32, nonzero if any row is marked
+    outer,  # Outer: (V,) and (D,) vectors whose outer product the first chunk adds
     valid_tokens,  # ValidTokens
     blocks,  # ClassBlocks
     n,
@@ -122,6 +123,9 @@ def weight_gradient_kernel(
                 b = load_tile(rows, ks, features, ks < count, features < D)
             acc = tl.dot(a.T, b, acc)
 
+        if FIRST:
+            if outer[1] is not None:
+                acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
             acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
         elif not FIRST:
@@ -165,6 +169,7 @@ class WeightGradient:
     tokens: int  # of all chunks
     chunks: int  # the most chunks that the tokens take; 1 with `adds`
     adds: bool = False  # the gradient is added to what `out` holds
+    outer: Outer = NO_OUTER
     blocks: ClassBlocks = EVERY_BLOCK
 
     def __post_init__(self) -> None:
@@ -210,6 +215,8 @@ class WeightGradient:
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
+        of_classes, of_features = self.outer
+        outer = None if of_classes is None else of_classes[columns], of_features
         maps: list[Tensor | None] = [None, None]
         if tiles.tma and not self.adds:
             maps = [out if last else total.numbers, total.numbers if last and not first else None]
@@ -224,6 +231,7 @@ class WeightGradient:
             total.numbers,
             out,
             *total[1:],
+            outer if first else NO_OUTER,
             valid_tokens,
             self.blocks,
             n,

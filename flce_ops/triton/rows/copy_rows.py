@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.device import interpreted
-from ..gemm.tma import load_tile, matrix_of, store_tile
+from ..gemm.tma import Matrix, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, padded_rows, valid_rows
 
@@ -38,6 +38,7 @@ def copy_rows_kernel(
     # ValidTokens: their rows are copied, with zeros behind them up to a multiple of 128; None: all rows are copied
     valid_tokens,
     factor_ptr,  # (n,) float32; None for 1
+    rest_ptr,  # (n, out_columns) out, with out's strides: what rounding takes from the product; or None
     n,
     C,
     out_columns,
@@ -56,6 +57,10 @@ def copy_rows_kernel(
     values = load_tile(matrix, sources, cols, rows < count, cols < C)
     if factor_ptr is not None:
         values = values.to(tl.float32) * tl.load(factor_ptr + rows, mask=rows < count, other=0.0)[:, None]
+    if rest_ptr is not None:
+        rounded = values.to(out.pointer.dtype.element_ty).to(tl.float32)
+        lost = tl.where(tl.abs(rounded) == float("inf"), 0.0, values - rounded)  # avoids inf - inf
+        store_tile(Matrix(rest_ptr, out.stride), lost, rows, cols, rows < end, cols < out_columns)
     store_tile(out, values, rows, cols, rows < end, cols < out_columns)
 
 
@@ -65,13 +70,16 @@ def launch_copy_rows(
     valid_tokens: ValidTokens | None = None,
     *,
     factor: Tensor | None = None,  # (n,) float32: the rows are in the order of the valid tokens
+    rest: Tensor | None = None,  # (n, out_columns) out
 ) -> None:
+    assert rest is None or rest.stride() == out.stride()
     (n, width), block_n, block_c = out.shape, 8, 512
     copy_rows_kernel[(cdiv(n, block_n), cdiv(width, block_c))](
         matrix_of(matrix),
         matrix_of(out),
         valid_tokens,
         factor,
+        rest,
         n,
         matrix.shape[1],
         width,

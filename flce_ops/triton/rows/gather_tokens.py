@@ -38,6 +38,7 @@ from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
 from .logit_numbers import loaded
+from .smoothing import ClassSum
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
@@ -55,7 +56,8 @@ class AtTarget(NamedTuple):
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
     reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
-    guard: Tensor  # () int32, 0
+    guard: Tensor  # (1 + n,) int32, 0: whether a rescue is needed at all, and by which rows
+    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
 
 @Kernel
@@ -64,6 +66,7 @@ def gather_tokens_kernel(
     operands,  # Operands; if its target is None, column 0 is used
     rows_ptr,  # (n, D) out, with zeros after the valid rows up to a multiple of 128
     at_target,  # AtTarget, out; without a target, its reference alone
+    class_sum,  # ClassSum; its fields are None without a logit sum
     V,
     D,
     input_stride,  # (between tokens, between features)
@@ -78,6 +81,7 @@ def gather_tokens_kernel(
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
         tl.store(at_target.guard, 0)
+    tl.store(at_target.guard + 1 + row, 0)
     if row < count:
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         column = tl.full((), 0, tl.int64)
@@ -87,6 +91,7 @@ def gather_tokens_kernel(
             tl.store(at_target.column + row, tl.where(hit, target, -1))
             column = tl.where(hit, target, 0)
         acc = tl.zeros((BLOCK_D,), tl.float32)
+        summed = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, D, BLOCK_D):
             d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
             x = tl.load(operands.input + token * input_stride[0] + d * input_stride[1], mask=d < D, other=0.0)
@@ -94,6 +99,8 @@ def gather_tokens_kernel(
             w = tl.load(w_places, mask=d < D, other=0.0)
             tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, x, mask=d < D)
             acc += x.to(tl.float32) * w.to(tl.float32)
+            if at_target.logit_sum is not None:
+                summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
         product = tl.sum(acc, 0)
         bias = None
         if operands.linear_bias is not None:
@@ -105,6 +112,12 @@ def gather_tokens_kernel(
             tl.store(at_target.logit + row, z2)
             if logit_numbers.softcap is not None:
                 tl.store(at_target.dz_du + row, dz_du)
+        if at_target.logit_sum is not None:
+            bias_sum = None
+            if class_sum.bias is not None:
+                bias_sum = tl.load(class_sum.bias)
+            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_numbers, numbers)
+            tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
@@ -172,12 +185,15 @@ def launch_gather_targets(
     call: Any,  # with Operands of N tokens, and the first class where there is one
     valid_tokens: ValidTokens,
     rows: Tensor,  # (n, D) out
+    *,
+    class_sum: ClassSum | None = None,
 ) -> AtTarget:
     assert rows.stride(1) == 1
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, next_power_of_2(rows.shape[1]))
-    (reference,) = row_vectors(input, 1, n)
+    assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
+    reference, logit_sum = row_vectors(input, 2, n)
     column = input.new_empty((n, *target.shape[1:]), dtype=torch.int64)
     logit, soft = reference.new_empty(column.shape), target.dim() == 2
     at_target = AtTarget(
@@ -186,13 +202,15 @@ def launch_gather_targets(
         column,
         ReferenceClass(column.new_empty(n), logit.new_empty(n)) if soft else ReferenceClass(column, logit),
         reference,
-        input.new_empty((), dtype=torch.int32),
+        input.new_empty(1 + n, dtype=torch.int32),
+        None if class_sum is None else logit_sum,
     )
     gather_tokens_kernel[(n,)](
         valid_tokens,
         operands._replace(target=None if soft else target, weight=None),
         rows,
         at_target,
+        class_sum or ClassSum(None, None),
         linear_weight.shape[0],
         hidden,
         input.stride(),

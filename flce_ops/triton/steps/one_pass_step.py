@@ -24,12 +24,15 @@ from ...objectives.row import RowObjective
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import Finish
+from ..gemm.tile_sums import launch_sum_tiles
+from ..gemm.tma import NO_OUTER
 from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics, sums_for
-from ..rows.set_entries import launch_set_entries
+from ..rows.smoothing import SmoothingTerms
+from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
 from ..rows.valid_tokens import ValidTokens
 from .chunking import Chunking
 from .chunks import padded
@@ -59,6 +62,7 @@ class OnePassStep:
     per_token: StepTokens
     gradients: Gradients
     chunking: Chunking
+    smoothing: SmoothingTerms | None = None
 
     def __post_init__(self) -> None:
         self.operands: Operands = self.call.operands
@@ -68,7 +72,9 @@ class OnePassStep:
         self.input_blocks = EVERY_BLOCK
         self.backend, self.weight_gradient = backend_for(self.operands.input), None
         if grad_weight is not None:
-            self.weight_gradient = self.backend.weight_gradient(grad_weight, self.tokens, len(self.chunking.chunks))
+            outer = NO_OUTER if self.smoothing is None else self.smoothing.weight_terms()
+            chunks = len(self.chunking.chunks)
+            self.weight_gradient = self.backend.weight_gradient(grad_weight, self.tokens, chunks, outer=outer)
 
     def run_chunks(self, chunks: list[slice]) -> None:
         if not chunks:
@@ -90,7 +96,8 @@ class OnePassStep:
         """Gathers the valid tokens into `rows`, writes E', and adds to the rows' losses and grad_linear_bias."""
         valid_tokens, of_tokens = self.valid_tokens.of(chunk), self.per_token
         statistics = of_tokens.statistics
-        at_target = launch_gather_targets(self.call, valid_tokens, rows)
+        class_sum = None if self.smoothing is None else self.smoothing.class_sum
+        at_target = launch_gather_targets(self.call, valid_tokens, rows, class_sum=class_sum)
         # of the targets: logit, dz/du and column
         tokens = Tokens(valid_tokens, *at_target[:3], of_tokens.reduction, of_tokens.losses, of_tokens.log_probs)
         sums = launch_exponentials(
@@ -104,24 +111,26 @@ class OnePassStep:
             reference_class=at_target.reference_class if self.by_ranges and statistics.entropy is not None else None,
         )
         self.row_sum = sums.exponentials
-        finished, sums = self.finish_rows(tokens, sums)
+        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum), exponentials)
         launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
-        launch_set_entries(exponentials, tokens.column, finished.entry, valid_tokens)
         if self.bias_sum is not None:
             self.bias_sum += weighted_column_sum(exponentials, finished.weight_factor, valid_tokens)
         if finished.column is not None:  # with soft targets, the stages that follow correct one entry of a row
             tokens = tokens._replace(column=finished.column)
         return tokens, finished
 
-    def finish_rows(self, tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, RowSums]:
-        """Finishes the rows. If ranks share the vocabulary, they exchange their sums here; the argmax is then the whole
-        row's.
+    def finish_rows(self, tokens: Tokens, sums: RowSums, exponentials: Tensor) -> tuple[FinishedRows, RowSums]:
+        """Finishes the rows, and replaces E by E'. If ranks share the vocabulary, they exchange their sums here; the
+        argmax is then the whole row's.
         """
         gathered, gather = None, self.per_token.gather
         if gather is not None:
+            launch_sum_tiles(sums.tiles, sums.exponentials, tokens.valid_tokens)
+            sums = sums._replace(tiles=None)
             gathered = gather(shard_numbers(tokens, sums, self.call.vocab_start))
-        objective, dtype = self.per_token.objective, self.operands.input.dtype
-        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_options=self.call.logits, gathered=gathered)
+        finished = launch_finish_rows(
+            tokens, sums, self.per_token.objective, exponentials, logit_options=self.call.logits, gathered=gathered
+        )
         if gathered is not None and sums.argmax is not None:
             sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
         return finished, sums
@@ -130,14 +139,21 @@ class OnePassStep:
         """grad_linear_weight += E'.T @ (c rows). Overwrites the rows with c rows."""
         if self.weight_gradient is None:
             return
-        launch_copy_rows(rows, rows, tokens.valid_tokens, factor=finished.weight_factor)
-        self.weight_gradient.add(slice(0, exponentials.shape[1]), exponentials, rows, tokens.valid_tokens)
+        few = rows.shape[0] == self.tokens <= TOKENS_AT_MOST
+        rest = torch.empty_like(rows) if few else None
+        launch_copy_rows(rows, rows, tokens.valid_tokens, factor=finished.weight_factor, rest=rest)
+        gradient = self.weight_gradient
+        gradient.add(slice(0, exponentials.shape[1]), exponentials, rows, tokens.valid_tokens)
+        if few:
+            operands = exponentials, rows, rest, tokens.column, tokens.valid_tokens
+            launch_target_rows(gradient.out, *operands, gradient.outer)
 
     def write_input(self, chunk: slice, tokens: Tokens, exponentials: Tensor, finished: FinishedRows) -> None:
         """grad_input = c (E' @ linear_weight) + residual, in the order of the valid tokens."""
         if self.grad_input is None:
             return
-        finish = Finish(finished.row_factor, tokens.column, finished.residual)
+        outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
+        finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
         numbers, device = self.chunking.product_bytes // 4, exponentials.device
         write_input_gradient(
             self.grad_input[chunk],

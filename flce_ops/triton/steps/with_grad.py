@@ -1,8 +1,7 @@
 """CUDA implementations of the operators that make loss and gradients in one pass over the logits, with three GEMMs.
 
-one_pass_step.py has the stages of a chunk of n tokens, flce_ops/objectives the functions of a row. The first chunk is
-larger if its exponentials can wait in grad_linear_weight (overlay.py). chunking.py divides the tokens. Ignored tokens
-cost nothing (valid_tokens.py).
+one_pass_step.py has the stages of a chunk of n tokens, flce_ops/objectives the functions of a row. chunking.py divides
+the tokens. Ignored tokens cost nothing (valid_tokens.py).
 
 If ranks share the vocabulary, they exchange numbers of rows between the GEMMs of each chunk: two numbers per row, one
 more with label smoothing, two more with argmax. Chunks are as large as the workspace allows, so exchanges are few.
@@ -24,6 +23,7 @@ from ...objectives.row import RowObjective
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
 from ..rows.row_statistics import sum_pairs
+from ..rows.smoothing import SmoothingTerms
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
@@ -116,13 +116,27 @@ def step_over_tokens(
     """Runs the step and returns its chunks, and notes on them."""
     loss, *grads = results
     gradients, chunks = wanted_gradients(grads, call.output_mask), chunking.chunks
+    objective, smoothing = per_token.objective, None
+    if objective.d_sum is not None:
+        own_weight = weight_of_classes(call)
+        slopes = valid_tokens, per_token.reduction, objective.d_sum, call.logits
+        smoothing = SmoothingTerms(call.operands, own_weight, *slopes)
     if isinstance(call, WithGrad) and is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
-        OnePassStep(call, valid_tokens, per_token, gradients, chunking).run_chunks(chunks)
+        OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing).run_chunks(chunks)
+    if smoothing is not None and gradients.bias_sum is not None:
+        smoothing.add_to_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, valid_tokens, place)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
     return chunks, sparse_notes(call) if isinstance(call, WithGrad) else []
+
+
+def weight_of_classes(call: Any) -> Tensor | None:  # (v,) float32
+    """The weights of the classes that this rank holds."""
+    weight, classes = call.operands.weight, call.operands.linear_weight.shape[0]
+    start = getattr(call, "vocab_start", 0)
+    return None if weight is None else weight.float()[start : start + classes]
 
 
 @takes(VocabParallelWithGrad)
