@@ -237,7 +237,6 @@ def cuts(random: Random, case: Case) -> dict:
     return {
         "workspace": choose(random, {0: 5, 1: 3, 4096: 1, 65536: 1, 262144: 1}),
         "short_chunks": random.random() < 0.5,
-        "recompute": random.random() < 0.5,
         "handed_over": case.function == "given_logits" and random.random() < 0.7,
         "uninitialized": random.random() < 0.5,
     }

@@ -126,7 +126,7 @@ print(loaded.last_path())
 """
     done = run_script(script)
     assert done.returncode == 0, done.stderr
-    assert f"{kernels.get_local_kernel(folder).__name__}::linear_cross_entropy_with_grad" in done.stdout
+    assert "linear_cross_entropy_with_grad" in done.stdout
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
