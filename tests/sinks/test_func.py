@@ -145,17 +145,6 @@ def test_autograd_through_vmap(device):
     assert_close(*results)
 
 
-def test_jacrev(device):
-    inputs = example(device, (6, 5, 9))
-    ours, exact = (
-        jacrev(loss, argnums=(0, 1, 2))(*args)
-        for loss, args in (
-            loss_of(f, inputs, reduction="none") for f in (flce_ops.linear_cross_entropy, reference_loss)
-        )
-    )
-    assert_close(ours, exact)
-
-
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_jacrev_of_jacrev(device, reduction):
     inputs = example(device, (3, 2, 5))

@@ -333,14 +333,6 @@ def test_other_losses_and_derivatives_refuse_it():
         flce_ops.linear_log_probs(*inputs.args, entropy=True, **sparse()).entropy.sum().backward()
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_second_derivatives_refuse_it(objective):
-    inputs = make_inputs((5, 4, 7))
-    with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
-        (grad,) = torch.autograd.grad(objective(*inputs.args, **sparse()), inputs.input, create_graph=True)
-        grad.sum().backward()
-
-
 def test_without_a_gradient_it_does_nothing():
     inputs = make_inputs((5, 4, 7), requires_grad=False)
     losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none", **sparse())

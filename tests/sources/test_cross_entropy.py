@@ -193,33 +193,12 @@ def test_the_compiler_keeps_logits_that_are_read_afterwards():
     torch.testing.assert_close(loss, dense(2.0 * logits, target))
 
 
-def test_derivatives_of_any_order_per_token():
-    logits, target, options = make_logits((5, 7), dtype=torch.float64, options=OPTIONS[3])
-    options.pop("token_weight")
-    factor = torch.rand(5, dtype=torch.float64, requires_grad=True)
-
-    def losses(logits, factor):
-        return flce_ops.cross_entropy(logits, target, reduction="none", token_weight=factor, **options)
-
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(losses, (logits, factor))
-    assert torch.autograd.gradgradcheck(losses, (logits, factor))
-
-
 def test_second_derivatives_over_no_token():
     logits, target = torch.randn(0, 7, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     losses = flce_ops.cross_entropy(logits, target, reduction="none")
     (grad,) = torch.autograd.grad(losses.sum(), logits, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), logits)
     assert second.shape == (0, 7)
-
-
-def test_second_derivatives_of_a_scalar_loss_are_refused_by_name():
-    logits, target, _ = make_logits()
-    logits.requires_grad_()
-    for loss in (flce_ops.cross_entropy(logits, target), in_place(logits * 1.0, target)):
-        with pytest.raises(NotImplementedError, match='use reduction="none"'):
-            torch.autograd.grad(loss, logits, create_graph=True)
 
 
 def test_transforms_checkpoints_and_autocast():
