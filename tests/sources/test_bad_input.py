@@ -230,9 +230,7 @@ def test_inner_operators_refuse_too():
         flce.linear_cross_entropy_forward(x[None], w, t, b, None)
     with pytest.raises(ValueError, match="linear_cross_entropy_with_grad.*row_scale"):
         flce.linear_cross_entropy_with_grad(x, w, t, b, None, torch.ones(3), output_mask=[True] * 3)
-    with pytest.raises(
-        ValueError, match=r"_grad: expected linear_weight of shape \(V, D\), V = 9, D = 4, got \(9, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"_grad: expected linear_weight of .* \(V, D\), V = 9, D = 4, got \(9, 3\)"):
         flce.linear_cross_entropy_with_grad(x, w[:, 1:], t, b, None, None, output_mask=[True] * 3)
     with pytest.raises(NotImplementedError, match="denominator gets no gradient here"):
         denominator = torch.tensor(2.0, requires_grad=True)
