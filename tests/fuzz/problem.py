@@ -23,7 +23,6 @@ View = Callable[[Tensor], Tensor]
 
 LOG_RATIOS = (-0.7, -0.15, 0.12, 0.6, 1.6)  # of a policy; none is near the logarithm of a bound
 LOGITS = {"large": 100.0, "huge": 2000.0}  # the largest magnitude
-VECTORS = ("bias", "class_weight", "token_weight", "target")
 
 
 class Problem:

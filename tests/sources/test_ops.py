@@ -102,40 +102,6 @@ def test_one_row_statistic_alone_is_differentiable(device, which):
         assert error(ours, exact) < 1e-13
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("cuts", [(40, 41, 42), (100, 20, 3), (122, 1)], ids=str)
-def test_vocabulary_shards_add_up(device, cuts, dtype):
-    """Each shard knows where its classes start. lse is the logsumexp of the shards' lse."""
-    inputs = make_inputs(device=device, dtype=dtype, bias=True)
-    exact = inputs.clone(torch.float64)
-    target_logit, lse, _ = dense_rows(exact, False)
-    expected = torch.autograd.grad((lse - target_logit)[inputs.target != -100].sum(), list(exact.leaves.values()))
-    rows, start = [], 0
-    for size in cuts:
-        shard = slice(start, start + size)
-        rows.append(
-            flce.linear_cross_entropy_forward(
-                inputs.input,
-                inputs.linear_weight[shard],
-                inputs.target,
-                inputs.linear_bias[shard],
-                None,
-                vocab_start=start,
-                vocab_size=RAGGED[2],
-            )
-        )
-        start += size
-    ours_target = sum(r[0] for r in rows)
-    ours_lse = torch.stack([r[1] for r in rows]).logsumexp(0).where(inputs.target != -100, 0.0)
-    assert error(ours_target, target_logit) < tight(dtype, device)
-    assert error(ours_lse, lse) < tight(dtype, device)
-    owners = sum((r[0] != 0).int() for r in rows)
-    assert owners.max() == 1, "a target was found in two shards"
-    found = torch.autograd.grad((ours_lse - ours_target)[inputs.target != -100].sum(), list(inputs.leaves.values()))
-    for name, ours, exact_grad in zip(inputs.leaves, found, expected, strict=True):
-        assert error(ours, exact_grad) < ROUNDED[dtype], name
-
-
 @pytest.mark.parametrize("mask", [(m & 1, m & 2, m & 4) for m in range(8)], ids=str)
 def test_backward_returns_what_the_mask_asks_for(device, mask, poisoned_memory):
     mask = [bool(m) for m in mask]
