@@ -77,8 +77,8 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     },
     "batch_invariant": {
         ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented; leave it out",
-        ("a CPU",): "batch_invariant on a CPU is not implemented; leave it out",
         ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
+        ("a CPU",): "batch_invariant on a CPU is not implemented; leave it out",
     },
     "positions": {
         ("DTensors",): "a K-dimensional loss (linear_weight of shape {linear_weight}) with DTensors is not "

@@ -50,6 +50,17 @@ ELSEWHERE = {
     "num_items_in_batch": ("normalizer",),
 }
 
+# Arguments that a composition of the functions stands for, each with what to write.
+PAIR = (
+    "append the pair's features: torch.cat([input, low_rank_input], -1) and "
+    "torch.cat([linear_weight, low_rank_weight], 1)"
+)
+COMPOSED = {
+    "support": "call linear_log_probs with the classes of the support as target (..., K), and subtract the logsumexp "
+    "of their log-probabilities",
+    **dict.fromkeys(("low_rank_input", "low_rank_weight", "lora_A", "lora_B"), PAIR),
+}
+
 
 def typed(function: Function) -> Function:
     """Returns `function`, or a class's constructor, with checks of its arguments' types. `run.check(args, kwargs)` runs
@@ -107,6 +118,8 @@ def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
 
 
 def refuse_name(op: str, name: str, names: tuple[str, ...]) -> NoReturn:
+    if name in COMPOSED:
+        raise TypeError(f"{op}: no argument is named {name}; {COMPOSED[name]}")
     meant = [ours for ours in ELSEWHERE.get(name, ()) if ours in names] or difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(names)}"
     raise TypeError(f"{op}: no argument is named {name}; {hint}")

@@ -82,13 +82,6 @@ def test_tokens_whose_logits_are_saved_take_three_passes_and_others_four(rows):
     assert f"grad_linear_weight added to main_grad in torch.float32, logits of {retained} of {N} tokens saved" in said
 
 
-def test_explain_says_why_the_gradients_are_made_in_backward():
-    inputs = make_inputs((N, D, V))
-    text = flce_ops.explain(flce_ops.linear_cross_entropy, *inputs.args, main_grad=buffer_of(inputs))
-    assert "one pass      ruled out: expects no main_grad" in text
-    assert f"logits of {N} of {N} tokens saved" in text and "linear_cross_entropy_backward_\n" in text
-
-
 def test_eight_micro_batches_are_summed_with_less_error_than_in_half(device):
     """With bfloat16 operands the buffer is float32, while .grad is rounded for each micro-batch."""
     inputs = make_inputs((1024, D, V), device=device, dtype=torch.bfloat16)
@@ -385,14 +378,6 @@ def test_derivatives_of_what_was_added_are_refused():
     with pytest.raises(NotImplementedError, match="main_grad is not implemented under torch.func"):
         torch.func.vmap(lambda input: of_input(input))(input.expand(2, N, D))
     assert torch.equal(main_grad, before)
-
-
-def test_the_operator_wants_a_gradient_to_add():
-    inputs = make_inputs((N, D, V), requires_grad=False)
-    cotangents = torch.ones(N), torch.ones(N), None
-    mask = {"output_mask": [True, False, False], "main_grad": buffer_of(inputs)}
-    with pytest.raises(ValueError, match="expected output_mask to want grad_linear_weight"):
-        torch.ops.flce.linear_cross_entropy_backward_(*cotangents, *inputs.args, None, torch.ones(N), **mask)
 
 
 # ---------------------------------------------------------------- data parallelism

@@ -333,25 +333,6 @@ def test_other_losses_and_derivatives_refuse_it():
         flce_ops.linear_log_probs(*inputs.args, entropy=True, **sparse()).entropy.sum().backward()
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_second_derivatives_refuse_it(objective):
-    inputs = make_inputs((5, 4, 7))
-    with pytest.raises(NotImplementedError, match="second derivatives of a loss with gradient_threshold"):
-        (grad,) = torch.autograd.grad(objective(*inputs.args, **sparse()), inputs.input, create_graph=True)
-        grad.sum().backward()
-
-
-def test_decompositions_refuse_it():
-    inputs = make_inputs((5, 4, 7), requires_grad=False)
-    options = {"output_mask": [True, True, False], **sparse()}
-    ones = torch.ones(5)
-    calls = {"with_grad": (*inputs.args, None, None), "backward": (-ones, ones, None, *inputs.args, None, ones)}
-    for name, args in calls.items():
-        op = getattr(torch.ops.flce, f"linear_cross_entropy_{name}").default
-        with pytest.raises(NotImplementedError, match="export_decompositions: a gradient with gradient_threshold"):
-            flce_ops.export_decompositions()[op](*args, **options)
-
-
 def test_without_a_gradient_it_does_nothing():
     inputs = make_inputs((5, 4, 7), requires_grad=False)
     losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none", **sparse())

@@ -230,9 +230,8 @@ def test_inner_operators_refuse_too():
         flce.linear_cross_entropy_forward(x[None], w, t, b, None)
     with pytest.raises(ValueError, match="linear_cross_entropy_with_grad.*row_scale"):
         flce.linear_cross_entropy_with_grad(x, w, t, b, None, torch.ones(3), output_mask=[True] * 3)
-    for row_scale, denominator in ((torch.ones(N), torch.tensor(2.0)), (None, torch.ones(2))):
-        with pytest.raises(ValueError, match="linear_cross_entropy_with_grad.*denominator.*0-d"):
-            flce.linear_cross_entropy_with_grad(x, w, t, b, None, row_scale, denominator, output_mask=[True] * 3)
+    with pytest.raises(ValueError, match=r"_grad: expected linear_weight of .* \(V, D\), V = 9, D = 4, got \(9, 3\)"):
+        flce.linear_cross_entropy_with_grad(x, w[:, 1:], t, b, None, None, output_mask=[True] * 3)
     with pytest.raises(NotImplementedError, match="denominator gets no gradient here"):
         denominator = torch.tensor(2.0, requires_grad=True)
         flce.linear_cross_entropy_with_grad(x, w, t, b, None, None, denominator, output_mask=[True] * 3)
@@ -447,21 +446,7 @@ def test_a_patch_refuses_arguments_by_name(name):
             function(*given, threshold=0.1)
 
 
-# ---------------------------------------------------------------- explain, and tracing
-
-
-def test_explain_names_what_it_misses():
-    x, w, t = HEAD.values()
-    with pytest.raises(
-        TypeError, match="^explain: expected first linear_cross_entropy, .*got Tensor; pass the function"
-    ):
-        flce_ops.explain(x, w, t)
-    with pytest.raises(TypeError, match="^explain: linear_cross_entropy is missing a required argument: 'target'"):
-        flce_ops.explain(flce_ops.linear_cross_entropy, x, w)
-    with pytest.raises(TypeError, match="^linear_log_probs: expected input to be a tensor, got '3'"):
-        flce_ops.explain(flce_ops.linear_log_probs, "3", w, t)
-    with pytest.raises(TypeError, match="^linear_kl_div: no argument is named labels; did you mean target"):
-        flce_ops.explain(flce_ops.linear_kl_div, x, w, x, w, labels=t)
+# ---------------------------------------------------------------- tracing
 
 
 class Scored(torch.nn.Module):
@@ -490,6 +475,6 @@ def test_symbolic_tracing_of_a_module_is_refused_by_name(module):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_export_to_onnx_is_refused_by_name(function):
-    """With the exporter that needs no additional package. test_decompositions.py exports as the message advises."""
+    """With the exporter that needs no additional package."""
     with pytest.raises(NotImplementedError, match=rf"^{function.__name__}: ONNX has no such operator; "):
         torch.onnx.export(Scored(function), tuple(FUNCTIONS[function].values()), io.BytesIO(), dynamo=False)
