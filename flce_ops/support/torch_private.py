@@ -18,6 +18,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 # A context in which a call skips the autograd keys. An Autograd kernel uses it to call the kernel below.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+# An assert on sizes and numbers, which a compiled graph makes when it runs if the condition depends on data.
+assert_when_it_runs = torch._check
+
 # True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
