@@ -17,9 +17,8 @@ def hint_of_target(
     if shape == (*tokens, num_classes):
         also = ", or target.float() for class probabilities" if probabilities else ""
         return f"; if it is one-hot, pass target.argmax(-1){also}"
-    if rows.dim() > 2 and shape == (rows.shape[0], *rows.shape[2:]):
-        what = "classes" if of == "logits" else "features"
-        return f"; the {what} come last here, not second: pass {of}.movedim(1, -1)"
+    if of == "logits" and rows.dim() > 2 and shape == (rows.shape[0], *rows.shape[2:]):
+        return "; the classes come last here, not second: pass logits.movedim(1, -1)"
     if target.numel() == rows.shape[:-1].numel() and shape != tokens:
         return "; pass target.flatten()" if len(tokens) == 1 else f"; pass target.view({', '.join(map(str, tokens))})"
     if shape and len(shape) == len(tokens) and shape == (*tokens[:-1], tokens[-1] - 1):

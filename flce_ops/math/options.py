@@ -18,7 +18,7 @@ from math import inf, nextafter, ulp
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
-from torch import SymFloat, Tensor
+from torch import Tensor
 
 from ..support.running import running
 from ..support.symbolic import SYMBOLIC, finite_in, known_only_when_it_runs

@@ -11,7 +11,6 @@ backward           saves its arguments                                       <- 
 import torch
 from torch import SymInt, Tensor
 
-from .._ops import ops
 from ..math.options import Cotangents
 from ..meta.arguments import (
     Backward,
@@ -22,8 +21,6 @@ from ..support.holes import refuse_hole
 from ..support.torch_private import (
     differentiated,
     runs_in_this_backward,
-    save_without_version_check,
-    traced_input,
 )
 from .function import (
     OPERANDS,
@@ -52,7 +49,6 @@ class ForwardFunction(OperatorFunction):
         _, lse, _, expected_log_prob, *_, lse_rest, retained = results
         # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
         ctx.main_grad, call.main_grad = call.main_grad, None
-        ctx.traced = None if ctx.main_grad is None else traced_input(ctx.main_grad)
         return lse, expected_log_prob, lse_rest, *([retained] if saves_logits(call.retain) else [])
 
     @classmethod
@@ -72,8 +68,6 @@ class ForwardFunction(OperatorFunction):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        if ctx.traced is not None:  # by now the whole forward graph has been traced
-            save_without_version_check(ctx.traced, ops.linear_cross_entropy_forward.default)
         gradients = backward.like(
             call,
             cotangents=Cotangents(*of_loss),

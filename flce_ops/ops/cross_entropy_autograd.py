@@ -22,7 +22,7 @@ from ..math.options import Cotangents
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..support.holes import refuse_hole
 from ..support.running import running
-from ..support.torch_private import functorch_is_active, root_of
+from ..support.torch_private import functorch_is_active, has_hooks, root_of
 from .function import OperatorFunction, save
 from .made_in_forward import MadeInForward, gradients_of_loss
 from .second_order import second_derivatives
@@ -161,7 +161,7 @@ def gradient_readers(logits: Tensor) -> tuple[bool, bool]:
     """Whether retain_grad() was called and whether a hook was set. A tensor that has a hook already gets further hooks
     on the same operation.
     """
-    return logits.retains_grad, bool(logits._backward_hooks)
+    return logits.retains_grad, has_hooks(logits)
 
 
 def asked_since(reference: Callable, before: tuple[bool, bool]) -> bool:

@@ -69,7 +69,7 @@ class OperatorFunction(Function):
         return running.function or cls.function
 
     @classmethod
-    def check(cls, op: torch._ops.OpOverload, values: list) -> None:
+    def check(cls, op: Any, values: list) -> None:
         """Raises the operator's own errors."""
 
     @classmethod
@@ -165,7 +165,7 @@ class OperatorFunction(Function):
         return vmap_by_loop(cls, info.batch_size, in_dims, args)
 
     @classmethod
-    def kernel(cls, op: torch._ops.OpOverload) -> Callable:
+    def kernel(cls, op: Any) -> Callable:
         """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
         arguments = cls.arguments
         # gradients of numbers go through flce_ops/entry/token_temperature.py and row_scale instead
@@ -183,7 +183,7 @@ class OperatorFunction(Function):
                 cls.refuse_forward_mode()
             for index, name in numbers:
                 if values[index] is not None and values[index].requires_grad and grad_enabled:
-                    refuse_hole(op._schema.name, "number", name=name)
+                    refuse_hole(op.name(), "number", name=name)
             cls.check(op, values)
             if functorch:
                 return cls.apply(*values)
@@ -215,8 +215,8 @@ def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, .
 
 
 def saved_tensors(ctx) -> tuple[Tensor, ...]:
-    """The saved tensors. If one is an output of unbind or split, as the heads of a K-dimensional loss are, torch says of
-    an in-place change only that such an output is a view.
+    """The saved tensors. If one is an output of unbind, as the heads of a K-dimensional loss are, torch's error for an
+    in-place change says only that the output is a view.
     """
     try:
         return ctx.saved_tensors
@@ -224,8 +224,8 @@ def saved_tensors(ctx) -> tuple[Tensor, ...]:
         if "is a view and its base or another view of its base" not in str(error):
             raise
         raise RuntimeError(
-            f"{ctx.function or 'flce_ops'}: one of the variables needed for gradient computation has been modified by an "
-            "inplace operation since the loss was computed; change a clone of it, or change it after backward"
+            f"{ctx.function or 'flce_ops'}: one of the variables needed for gradient computation has been modified by "
+            "an inplace operation since the loss was computed; change a clone of it, or change it after backward"
         ) from error
 
 
