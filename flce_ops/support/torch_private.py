@@ -184,14 +184,34 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
-    """The module's own forward and backward hooks. Global hooks see the outputs of all modules, and so take any."""
-    groups = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    """The forward and backward hooks that a call of `module` runs, global ones included."""
+    groups = (
+        GLOBAL_FORWARD_HOOKS,
+        torch.nn.modules.module._global_backward_hooks,  # to register one decides what others may be
+        GLOBAL_BACKWARD_PRE_HOOKS,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return [hook for hooks in groups for hook in hooks.values()]
 
 
 def hooks_on_the_input(module: torch.nn.Module) -> list[Callable]:
-    """The module's own forward pre-hooks."""
-    return list(module._forward_pre_hooks.values())
+    """The forward pre-hooks that a call of `module` runs, global ones included."""
+    return [*GLOBAL_FORWARD_PRE_HOOKS.values(), *module._forward_pre_hooks.values()]
+
+
+def global_hooks(register: Callable) -> dict[int, Callable]:
+    """The dictionary to which `register` adds hooks. The handle of a hook refers to it publicly."""
+    handle = register(lambda *args: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+GLOBAL_FORWARD_HOOKS = global_hooks(torch.nn.modules.module.register_module_forward_hook)
+GLOBAL_FORWARD_PRE_HOOKS = global_hooks(torch.nn.modules.module.register_module_forward_pre_hook)
+GLOBAL_BACKWARD_PRE_HOOKS = global_hooks(torch.nn.modules.module.register_module_full_backward_pre_hook)
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -281,7 +281,7 @@ def compacted(loss):
     return of_masked
 
 
-def kl_div(input, linear_weight, target, **options):
+def kl_div(input, linear_weight, target, /, **options):
     teacher = input.detach().flip(0), linear_weight.detach().flip(0)
     return flce_ops.linear_kl_div(input, linear_weight, *teacher, **options)
 
