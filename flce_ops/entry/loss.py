@@ -46,8 +46,8 @@ from ..math.topk import beside_topk
 from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
-from ..ops.autocast import autocast_call
-from ..support.torch_private import autocast_is_active, differentiated
+from ..ops.autocast import autocast_call, autocast_is_on
+from ..support.torch_private import differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
 
@@ -74,7 +74,7 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
             refuse(op, call, features | {"sharded vocabulary"})
-    if autocast_is_active():
+    if autocast_is_on(getattr(call, call.fields[0][0]).device.type):
         autocast_call(call)
     return layout
 

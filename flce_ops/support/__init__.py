@@ -3,6 +3,7 @@
 workspace.py              how much memory a call may use beside its results
 table.py, path.py         a table of paths; which path ran and why
 running.py                the operator call that this thread runs
+symbolic.py               sizes and numbers that a compiled graph learns when it runs
 integers.py               quotients and powers of 2 of sizes
 target_range.py           a class index outside the vocabulary is an error
 holes.py                  what is not implemented, with the error texts
