@@ -24,8 +24,8 @@ from . import providers
 from .data import make_problem
 from .errors import make_reference
 from .modes import METRICS, MODES, Mode, prepare
-from .report import Environment, Report, Row, environment, say, table
-from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
+from .report import Environment, Report, Row, environment, reason_of, say, table
+from .run import empty_row, note_time, one_compilation_per_shape, set_up, tidy
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .providers.unavailable import Unavailable
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -131,6 +133,15 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"[:200]
 
 
 COLUMNS = (  # (heading, width, cell)

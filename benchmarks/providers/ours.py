@@ -25,7 +25,7 @@ SPARSE = {
 BY_MEAN = "_by_mean"  # suffix of a name in SPARSE: with gradient_class_order
 MEAN_OF_TOKENS = 1024
 RETAINED = 4 << 30  # bytes, enough for the logits of all tokens of these shapes
-WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
+WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_6MiB": 6}
 
 
 def _recomputing(loss: Loss, mode: Mode) -> Loss:
