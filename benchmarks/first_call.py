@@ -42,7 +42,6 @@ from .timing import synchronize
 PACKAGES = ("triton", "torch", "liger_kernel", "cut_cross_entropy", "quack")
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR")
 SHAPES = "8192x4096x128256,65536x4096x128256,262144x4096x128256"
-HEAD_OF_TOKENS = (512, 32000)
 SEQUENCE = (2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000)
 STEPS = 4
 SECONDS = 60.0  # time limit of a process
@@ -70,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     parser.add_argument("--providers", default="ours,torch_compile,liger,cce")
     parser.add_argument("--modes", default="fwd_bwd", help="fwd_bwd, log_probs, ...")
     parser.add_argument("--shapes", default=SHAPES, help="NxDxV; the others than the first for ours alone")
+    parser.add_argument("--many", default="20000x512x32000", help="the head of many N, and the largest N")
     parser.add_argument("--budget-s", type=float, default=240)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
         for name in providers.choose(options.providers):
             for mode in options.modes.split(","):
                 with tempfile.TemporaryDirectory() as folder:
-                    for caches, shape in stories(name, parse_shapes(options.shapes)):
+                    for caches, shape in stories(name, options):
                         asked = FirstRow(**asdict(here), provider=name, version="", mode=mode, caches=caches, **shape)
                         for row in in_fresh_process(asked, options, Path(folder), deadline - time.monotonic()):
                             report.add([row])
@@ -104,11 +104,12 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     return report.path
 
 
-def stories(name: str, shapes: Sequence[Shape]) -> Iterator[tuple[str, dict[str, int]]]:
+def stories(name: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, int]]]:
+    shapes, (many,) = parse_shapes(options.shapes), parse_shapes(options.many)
     yield "empty", shapes[0]._asdict()
     for shape in shapes if name == "ours" else shapes[:1]:
         yield "filled", shape._asdict()
-    yield "tokens", Shape(max(SEQUENCE), *HEAD_OF_TOKENS)._asdict()
+    yield "tokens", many._asdict()
 
 
 def cache_bytecode(folder: str, checkout: Path) -> None:
@@ -166,7 +167,7 @@ def told(asked: FirstRow, device: torch.device) -> Iterator[FirstRow]:
         stepping = providers.stepping(asked.provider, mode)
         if asked.caches == "tokens":
             for tokens in SEQUENCE:
-                yield timed("", first_tokens(whole, tokens))
+                yield timed("", first_tokens(whole, min(tokens, asked.N)))
         else:
             for number in range(STEPS):
                 yield timed(f"step {number + 1}", whole)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.host_step [CHECKOUT]`: the host's part of a training step, and the kernels that a step launches.
+"""`python -m benchmarks.host_step [CHECKOUT]`: the host's part of a training step, and the kernels that it launches.
 
     2048          2048 tokens in every step, D = 512, V = 32000
     64 to 4096    another number of tokens in every step, none of them twice

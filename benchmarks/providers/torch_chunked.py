@@ -1,4 +1,4 @@
-"""torch's own F.linear_cross_entropy with options (torch >= 2.13). Without options it is torch_function in torch_dense.py.
+"""torch's own F.linear_cross_entropy with options (torch >= 2.13). torch_function in torch_dense.py is that without.
 
 torch_chunked             options=LinearCrossEntropyOptions(), its defaults
 torch_chunked_accurate    acc_policy="accurate"
@@ -46,7 +46,7 @@ def _copied(file: str) -> ModuleType:
         return importlib.import_module(f"{COPY}.{file}")
     except ModuleNotFoundError:
         reason = (
-            f"torch {torch.__version__.split('+')[0]} has no F.linear_cross_entropy(options=...), and no copy of it"
+            f"torch {torch.__version__.split('+')[0]} has no chunked F.linear_cross_entropy, and {COPY} is missing"
         )
         raise Unavailable(reason) from None
 
