@@ -150,7 +150,7 @@ def time_and_peak(
 
 def table(rows: Sequence[ClientRow]) -> str:
     lines = [
-        f"{'provider':19}{'step ms':>10}{'+-':>7}{'MiB':>8}{'head ms':>10}{'+-':>7}{'MiB':>8}"
+        f"{'provider':29}{'step ms':>10}{'+-':>7}{'MiB':>8}{'head ms':>10}{'+-':>7}{'MiB':>8}"
         f"{'err loss':>10}{'dX':>9}{'dW':>9}  equal to {TOLERANCE:g} and {SLACK:g} of own"
     ]
     for row in rows:
@@ -160,7 +160,7 @@ def table(rows: Sequence[ClientRow]) -> str:
             *((row.err_loss, "10.1e"), (row.err_dx, "9.1e"), (row.err_dw, "9.1e")),
         )
         text = "".join(" " * int(re.match(r"\d+", form)[0]) if v is None else f"{v:{form}}" for v, form in cells)
-        lines.append(f"{row.provider:19}{text}  {row.equal}  {row.reason}".rstrip())
+        lines.append(f"{row.provider:29}{text}  {row.equal}  {row.reason}".rstrip())
     return "\n".join(lines)
 
 
