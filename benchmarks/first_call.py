@@ -31,9 +31,10 @@ from pathlib import Path
 import torch
 
 from . import providers
+from .command import command, report_of
 from .data import Problem, first_tokens, make_problem
 from .modes import MODES, prepare
-from .report import REPOSITORY, Environment, Report, commit_of, environment, reason_of, say
+from .report import REPOSITORY, Environment, commit_of, environment, reason_of, say
 from .shapes import Shape, parse_shapes
 from .timing import synchronize
 
@@ -63,18 +64,10 @@ class FirstRow(Environment):
 
 
 def main(argv: Sequence[str] | None = None) -> Path | None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.first_call", description=__doc__, formatter_class=raw)
+    parser = command("first_call", __doc__, providers="ours,torch_compile,liger,cce", modes="fwd_bwd", shapes=SHAPES)
     parser.add_argument("checkout", nargs="?", type=Path, default=REPOSITORY, help="where flce_ops comes from")
-    parser.add_argument("--providers", default="ours,torch_compile,liger,cce")
-    parser.add_argument("--modes", default="fwd_bwd", help="fwd_bwd, log_probs, ...")
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV; the others than the first for ours alone")
     parser.add_argument("--many", default="20000x512x32000", help="the head of many N, and the largest N")
     parser.add_argument("--budget-s", type=float, default=240)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--name", default="first_call")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
     parser.add_argument("--here", default=None, help=argparse.SUPPRESS)  # the row to measure in this process
     options = parser.parse_args(argv)
     if options.here:
@@ -85,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
 
     options.checkout = options.checkout.resolve()
     here = environment(torch.device(options.device), options.commit or commit_of(options.checkout))
-    report = Report(options.out / here.slug / f"{options.name}.csv")
+    report = report_of("first_call", options)
     deadline = time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory() as bytecode:
         cache_bytecode(bytecode, options.checkout)

@@ -28,9 +28,10 @@ from pathlib import Path
 import torch
 
 from . import providers
+from .command import command, report_of
 from .data import Problem, first_tokens, make_problem
 from .modes import MODES, Step, prepare
-from .report import REPOSITORY, Environment, Report, commit_of, environment, reason_of, say, table_of
+from .report import REPOSITORY, Environment, commit_of, environment, reason_of, say, table_of
 from .shapes import Shape, parse_shapes
 from .timing import synchronize
 
@@ -196,20 +197,14 @@ def measured(options: argparse.Namespace) -> Iterator[list[HostRow]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.host_step", description=__doc__, formatter_class=raw)
+    parser = command("host_step", __doc__, providers="ours,torch_compile,quack_chunked,liger", rounds=3)
     parser.add_argument("checkout", nargs="?", type=Path, default=REPOSITORY, help="where flce_ops comes from")
-    parser.add_argument("--providers", default="ours,torch_compile,quack_chunked,liger")
     parser.add_argument("--shape", default="2048x512x32000", help="of the loop with one number of tokens")
     parser.add_argument("--least", type=int, default=64, help="tokens of the other loop; same D and V")
     parser.add_argument("--most", type=int, default=4096)
     parser.add_argument("--kernels", default="2048x512x32000,8192x4096x128256", help="shapes whose kernels are counted")
     parser.add_argument("--named", action="store_true", help="print the kernels by name")
     parser.add_argument("--steps", type=int, default=100, help="of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     options.checkout = options.checkout.resolve()
     sys.path.insert(0, str(options.checkout))
@@ -217,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     if Path(flce_ops.__file__).parent.parent != options.checkout:
         parser.error(f"expected flce_ops of {options.checkout}, got {flce_ops.__file__}: start in a fresh process")
-    report = Report(options.out / environment(torch.device(options.device)).slug / "host_step.csv")
+    report = report_of("host_step", options)
     columns = [("host_ms", 9, ".3f"), ("host_quartile_ms", 18, ".3f"), ("wall_ms", 9, ".3f"), ("calls", 7, "d")]
     columns += [("kernels", 9, "d"), ("copies", 8, "d"), ("gpu_ms", 9, ".3f")]
     for rows in measured(options):

@@ -160,7 +160,7 @@ COLUMNS = (  # (heading, width, cell)
 
 
 def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return "" if value is None else format(value, form) if form else str(value)
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -191,7 +191,7 @@ def table_of(
     lines = [heading.ljust(width) + "".join(column.rjust(wide) for column, wide, _ in columns)]
     for row in rows:
         cells = "".join(_cell(getattr(row, column), form).rjust(wide) for column, wide, form in columns)
-        lines.append(f"{name_of(row).ljust(width)}{cells}  {row.reason}".rstrip())
+        lines.append(f"{name_of(row).ljust(width)}{cells}  {getattr(row, 'reason', '')}".rstrip())
     return "\n".join(lines)
 
 

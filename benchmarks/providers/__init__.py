@@ -36,8 +36,6 @@ FILES = {
     "ours_sparse_11": "ours",
     "ours_sparse_12": "ours",
     "ours_drop_12": "ours",
-    "ours_sparse_10_by_mean": "ours",
-    "ours_sparse_12_by_mean": "ours",
     "torch_compile": "torch_dense",
     "torch_eager": "torch_dense",
     "torch_function": "torch_dense",
@@ -64,6 +62,7 @@ HAVE = {  # for modes that not all files have: the mode, or the first word of it
     "smoothing": _OURS_AND_TORCH,
     "softcap": _OURS_AND_TORCH,
     "kl": (*_OURS_AND_TORCH, "liger"),
+    "invariant": _OURS,
     "metric": _OURS,
     "metrics": _OURS,
 }

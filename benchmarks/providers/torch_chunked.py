@@ -45,9 +45,7 @@ def _copied(file: str) -> ModuleType:
     try:
         return importlib.import_module(f"{COPY}.{file}")
     except ModuleNotFoundError:
-        reason = (
-            f"torch {torch.__version__.split('+')[0]} has no chunked F.linear_cross_entropy, and {COPY} is missing"
-        )
+        reason = f"torch {torch.__version__.split('+')[0]} has no chunked F.linear_cross_entropy, and {COPY} is missing"
         raise Unavailable(reason) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ..report import REPOSITORY
 
@@ -11,9 +12,9 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 Rows = Sequence[dict[str, str]]
 
 
-def rows_of(name: str, device: str = "nvidia-h200") -> list[dict[str, str]]:
-    """The rows of a committed CSV, by its name. Empty if the device has no such file."""
-    path = RESULTS / device / f"{name}.csv"
+def rows_of(name: str | Path, device: str = "nvidia-h200") -> list[dict[str, str]]:
+    """The rows of a committed CSV, by its name or path. Empty if there is no such file."""
+    path = name if isinstance(name, Path) else RESULTS / device / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
