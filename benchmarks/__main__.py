@@ -33,9 +33,9 @@ def trained(text: str) -> Path:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--shapes", default=None, help="groups of benchmarks/shapes.py and NxDxV, with commas; key")
-    parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its marks")
+    parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its tables")
     parser.add_argument(
-        "--data", type=trained, default=None, help="trained:PATH, of benchmarks.trained; of --loads first"
+        "--data", type=trained, default=None, help="trained:PATH, of benchmarks.training; of --loads first"
     )
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.loads and (options.shapes or options.prior):
         parser.error("--loads has its own shapes and priors: leave out --shapes and --prior")
     if options.data and not options.data.exists():
-        parser.error(f"no file {options.data}: python -m benchmarks.trained makes one")
+        parser.error(f"no file {options.data}: python -m benchmarks.training --operands makes one")
     options.name = options.name or ("loads" if options.loads else "run")
     options.ms = options.ms or (100 if options.loads else 400)
     if options.quick:

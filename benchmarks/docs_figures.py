@@ -188,7 +188,7 @@ def loads_by_card(plt, results: Path):
     ratios: dict[str, dict[str, float]] = {}  # load -> card -> ratio
     for card in cards:
         times = loads.Times(rows_of(results / card / "loads.csv"))
-        for load in dict.fromkeys(key[:3] for key in times.rows):
+        for load in times.loads:
             found = [times.rows.get((*load, name)) for name in ("torch_compile", "ours")]
             if all(found):
                 ratios.setdefault(loads.name_of(load), {})[card] = float(found[0]["ms"]) / float(found[1]["ms"])

@@ -52,7 +52,6 @@ FILES = {
     "verl": "verl",
     "liger_cutedsl": "liger",
     "liger_cutedsl_scaled": "liger",
-    "liger_cutile": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
 _OURS, _OURS_AND_TORCH = ("floor", "ours"), ("floor", "ours", "torch_dense")

@@ -10,9 +10,9 @@ NAMES = {
     "ours": "**flce_ops**",
     "ours_2GiB": "flce_ops, workspace 2 GiB",
     "ours_128MiB": "flce_ops, workspace 128 MiB",
-    "ours_64MiB": "flce_ops, workspace 64 MiB",
     "torch_compile": "torch.compile of the plain pair",
     "torch_eager": "the plain pair, eager",
+    "torch_chunked": "torch {}, chunked",
     "quack_chunked": "QuACK {} chunked",
     "quack_scaled_exp": "QuACK {} scaled-exp",
     "liger": "Liger {}",
@@ -56,35 +56,16 @@ def errors(rows: Rows) -> str:
     return markdown(["relative error, bf16", "dX", "dW"], body)
 
 
-CARDS = {"nvidia-h200": "H200", "nvidia-h100": "H100"}
-NO_PEER = ("floor", *loads.EVERY_OURS.split(","))
-
-
 def by_card() -> str:
     """One line for each load: this package's ms, its ms replayed from a CUDA graph, and the fastest other's, in bold if
     that is faster.
     """
-    times = {card: loads.Times(rows_of("loads", folder)) for folder, card in CARDS.items()}
+    h200, h100 = (loads.Times(rows_of("loads", folder)) for folder in ("nvidia-h200", "nvidia-h100"))
     body = []
-    for load in dict.fromkeys(key[:3] for key in times["H200"].rows):
-        cells = [cell for card in times.values() for cell in (ms_of(card, load, "ours"), fastest_other(card, load))]
-        cells.insert(1, ms_of(times["H200"], load, "ours_captured"))
-        body.append((loads.name_of(load), *cells))
+    for load in h200.loads:
+        cells = [h200.ms(load, "ours"), h200.ms(load, "ours_captured"), h200.fastest_other(load)]
+        body.append((loads.name_of(load), *cells, h100.ms(load, "ours"), h100.fastest_other(load)))
     return markdown(["ms", "H200", "in a CUDA graph", "best other", "H100", "best other"], body)
-
-
-def ms_of(times: loads.Times, load: loads.Key, provider: str) -> str:
-    row = times.rows.get((*load, provider))
-    return f"{float(row['ms']):.2f}" if row else ""
-
-
-def fastest_other(times: loads.Times, load: loads.Key) -> str:
-    others = {key[3]: float(row["ms"]) for key, row in times.rows.items() if key[:3] == load and key[3] not in NO_PEER}
-    if not others:
-        return ""
-    best = min(others, key=others.__getitem__)
-    text = f"{loads.NAMES[best]} {others[best]:.2f}"
-    return f"**{text}**" if others[best] < float(times.rows[(*load, "ours")]["ms"]) else text
 
 
 TABLES = {
