@@ -105,7 +105,7 @@ def version(name: str) -> str:
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:  # can be imported, but pip did not install it
-        return getattr(sys.modules.get(library), "__version__", "")
+        return getattr(sys.modules.get(library), "__version__", "").partition("+")[0]
 
 
 def _module(name: str):

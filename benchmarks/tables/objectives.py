@@ -81,7 +81,8 @@ def times(rows: Rows) -> str:
             cells = {provider: figures(row, shortest) for provider, row in timed.items() if row}
             others = (f"{label} {cells[peer]}" for peer, label in peers.items() if peer in cells)
             body.append((name, cells.get("ours", ""), cells.get("torch_compile", ""), "; ".join(others)))
-    return f"{measured_at(rows, PEERS)}\n\n{markdown(['', 'flce_ops', 'torch.compile of the plain formula', 'others'], body)}"
+    heading = ["", "flce_ops", "torch.compile of the plain formula", "others"]
+    return f"{measured_at(rows, PEERS)}\n\n{markdown(heading, body)}"
 
 
 def figures(row: dict[str, str], shortest: float) -> str:
