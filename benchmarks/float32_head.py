@@ -1,4 +1,4 @@
-"""python -m benchmarks.float32_head: how far log-probabilities and entropies are from those of a float32 head.
+"""python -m benchmarks.float32_head: how far log-probabilities are from those of a float32 head.
 
     ours       linear_log_probs of the operands as they are
     float32    an engine's head in float32 (vLLM's head_dtype): float32 copies of the operands, without TF32
@@ -6,15 +6,14 @@
     rounded    logits in the operands' dtype, then a float32 log_softmax
 
 `error` and `mean_error` are the largest and the mean distance from float64 of the same operands, in nats, `apart` the
-largest distance from `ours`, and `outside` the share of ratios of probabilities to ours outside of 0.9 to 1.1. `lost`
-is the part of a logit that its sum of products lost: the mean of 1 - z / z of float64, over logits above half of the
-largest. Tensor cores truncate, so there it is not 0. Rows go to results/GPU/float32_head.csv.
+largest distance from `ours`, and `outside` the share of ratios of probabilities to ours outside of 0.9 to 1.1. Rows go
+to results/GPU/float32_head.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor
 import flce_ops
 
 from .command import command, report_of
-from .data import Problem, make_problem
-from .report import Environment, environment, say, table_of
+from .data import make_problem
+from .report import Environment, environment, reason_of, say, table_of
 from .shapes import Shape, parse_shapes
 
 # N tokens, D hidden, V vocabulary
@@ -47,14 +46,7 @@ class HeadRow(Environment):
     mean_error: float | None = None
     apart: float | None = None
     outside: float | None = None
-    lost: float | None = None
     reason: str = ""
-
-
-def of_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies) in the logits' dtype."""
-    log_p = logits.log_softmax(-1)
-    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def heads(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -67,64 +59,33 @@ def heads(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[Tenso
     return found
 
 
-def lost(logits: Tensor, exact: Tensor) -> float:
-    large = exact.abs() > 0.5 * exact.abs().amax()
-    return (1.0 - logits[large].double() / exact[large]).mean().item()
-
-
-def parts(problem: Problem) -> Iterator[slice]:
-    rows = max(1, LOGITS // problem.shape.V)
-    for start in range(0, problem.shape.N, rows):
-        yield slice(start, min(start + rows, problem.shape.N))
-
-
 @torch.no_grad()
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device, options: argparse.Namespace) -> list[HeadRow]:
     problem = make_problem(shape, dtype=dtype, device=device, seed=options.seed, ignored=0.0)
     x, w, target = problem.input, problem.linear_weight, problem.target
-    ours = flce_ops.linear_log_probs(x, w, target, entropy=True)
-    found = {"ours": {"log_probs": ours.log_probs, "entropy": ours.entropy}}
-    reasons: dict[str, str] = {}
-
-    def all_of(logits_of: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
-        results = [of_logits(logits_of(x[part], w), target[part]) for part in parts(problem)]
-        return {name: torch.cat(of_all) for name, of_all in zip(("log_probs", "entropy"), zip(*results), strict=True)}
-
-    some = next(parts(problem))
-    exact_logits = x[some].double() @ w.double().T
-    share: dict[str, float] = {}
-    for name, logits_of in heads(dtype, device).items():
-        try:
-            found[name] = all_of(logits_of)
-            share[name] = lost(logits_of(x[some], w), exact_logits)
-        except (RuntimeError, TypeError) as error:
-            reasons[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    del exact_logits
-    exact = all_of(lambda x, w: x.double() @ w.double().T)
     here = environment(device, options.commit)
     machine = (here.gpu, here.torch, here.triton, here.commit, *shape, str(dtype).removeprefix("torch."))
+
+    def log_probs(logits_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        parts = zip(x.split(max(1, LOGITS // shape.V)), target.split(max(1, LOGITS // shape.V)))
+        return torch.cat([logits_of(some, w).log_softmax(-1).gather(-1, y[:, None])[:, 0] for some, y in parts])
+
+    ours, exact = flce_ops.linear_log_probs(x, w, target).log_probs, log_probs(lambda x, w: x.double() @ w.double().T)
     rows = []
-    for name, results in found.items():
-        for number, values in results.items():
-            off, apart = (values.double() - exact[number]).abs(), (values - found["ours"][number]).double()
-            row = HeadRow(*machine, name, number, off.max().item(), off.mean().item(), lost=share.get(name))
-            if name != "ours":
-                row.apart = apart.abs().max().item()
-                if number == "log_probs":
-                    row.outside = ((apart.exp() < 0.9) | (apart.exp() > 1.1)).double().mean().item()
-            rows.append(row)
-    return rows + [HeadRow(*machine, name, "log_probs", reason=reason) for name, reason in reasons.items()]
-
-
-def table(rows: Sequence[HeadRow]) -> str:
-    columns = [
-        ("error", 10, ".1e"),
-        ("mean_error", 12, ".1e"),
-        ("apart", 9, ".1e"),
-        ("outside", 9, ".2%"),
-        ("lost", 9, ".1e"),
-    ]
-    return table_of(rows, columns, heading="head", width=22, name_of=lambda row: f"{row.head} {row.number}")
+    for name, logits_of in {"ours": None, **heads(dtype, device)}.items():
+        row = HeadRow(*machine, name, "log_probs")
+        rows.append(row)
+        try:
+            found = ours if logits_of is None else log_probs(logits_of)
+        except (RuntimeError, TypeError) as error:
+            row.reason = reason_of(error)
+            continue
+        off, apart = (found.double() - exact).abs(), (found - ours).double()
+        row.error, row.mean_error = off.max().item(), off.mean().item()
+        if logits_of:
+            row.apart = apart.abs().max().item()
+            row.outside = ((apart.exp() < 0.9) | (apart.exp() > 1.1)).double().mean().item()
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for dtype in options.dtypes.split(","):
             rows = measure(shape, getattr(torch, dtype), device, options)
             report.add(rows)
-            say(f"{shape} {dtype}\n{table(rows)}")
+            columns = [("error", 10, ".1e"), ("mean_error", 12, ".1e"), ("apart", 9, ".1e"), ("outside", 9, ".2%")]
+            say(table_of(rows, columns, heading=f"{shape} {dtype}", width=32, name_of=lambda row: row.head))
 
 
 if __name__ == "__main__":
