@@ -119,11 +119,8 @@ def lines(task: Task, shape: Shape, device: torch.device, here: Environment) -> 
     rows = []
     for name, kernel, ours, plain in errors_of(number, path, problem):
         of_shape = (*shape, str(dtype).removeprefix("torch."), name, path, kernel, ranks)
-        rows.append(ErrorRow(**vars(here), **dict(zip(FIELDS, (*of_shape, *ours, *plain), strict=True))))
+        rows.append(ErrorRow(here.gpu, here.torch, here.triton, here.commit, *of_shape, *ours, *plain))
     return rows
-
-
-FIELDS = [name for name in ErrorRow.__dataclass_fields__ if name not in Environment.__dataclass_fields__]
 
 
 def errors_of(number: int, path: str, problem: Problem) -> Iterator[tuple[str, str, Errors, Errors]]:
