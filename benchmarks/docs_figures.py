@@ -2,7 +2,6 @@
 
 docs/figures/time_against_memory.svg       a training step at one shape: time over the bare GEMMs and temporary memory
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
-docs/figures/loads_by_card.svg             torch.compile's time over this package's, by load and card
 docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
 """
 
@@ -14,7 +13,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import loads
 from .data import is_usual
 from .numerics_table import PROVIDERS
 from .report import REPOSITORY
@@ -110,30 +108,6 @@ def error_against_dtype(plt, results: Path):
     return figure
 
 
-def loads_by_card(plt, results: Path):
-    """torch.compile's time relative to this package's: a line for each load, a colour for each card."""
-    cards = {"nvidia-h200": ("H200", "#08519c"), "nvidia-h100": ("H100", "#d95f02")}
-    ratios: dict[str, dict[str, float]] = {}  # load -> card -> ratio
-    for card in cards:
-        times = loads.Times(rows_of(results / card / "loads.csv"))
-        for load in times.loads:
-            found = [times.rows.get((*load, name)) for name in ("torch_compile", "ours")]
-            if all(found):
-                ratios.setdefault(loads.name_of(load), {})[card] = float(found[0]["ms"]) / float(found[1]["ms"])
-    names = sorted(ratios, key=lambda name: ratios[name].get("nvidia-h200", 0))
-    figure, axes = plt.subplots(figsize=(8, 0.24 * len(names) + 1), layout="constrained")
-    for card, (label, colour) in cards.items():
-        points = [(ratios[name][card], y) for y, name in enumerate(names) if card in ratios[name]]
-        axes.plot(*zip(*points), "o", color=colour, markersize=6, label=label)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(-0.8, len(names) - 0.2)
-    axes.grid(alpha=0.25)
-    axes.set_xlabel("torch.compile's time over flce_ops': to the right of 1 flce_ops is faster")
-    axes.legend(fontsize=9, loc="lower right")
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     import matplotlib
 
@@ -149,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     figures = {
         "time_against_memory": time_against_memory(plt, RESULTS / "nvidia-h200" / "fwd_bwd.csv"),
         "error_against_dtype": error_against_dtype(plt, RESULTS),
-        "loads_by_card": loads_by_card(plt, RESULTS),
         "sparse_training": sparse_training(plt, RESULTS / "nvidia-h200" / "training.csv"),
     }
     written = []

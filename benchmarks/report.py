@@ -155,6 +155,7 @@ def table_of(
     rows: Iterable[Any], columns: Sequence[Column], *, heading: str, width: int, name_of: Callable[[Any], str]
 ) -> str:
     """A line for each row: its name, the columns, and the reason why a number is missing."""
+    columns = [(column, max(wide, len(column) + 1), form) for column, wide, form in columns]
     lines = [heading.ljust(width) + "".join(column.rjust(wide) for column, wide, _ in columns)]
     for row in rows:
         cells = "".join(_cell(getattr(row, column), form).rjust(wide) for column, wide, form in columns)
@@ -163,7 +164,7 @@ def table_of(
 
 
 COLUMNS = [
-    *(("ms", 9, ".2f"), ("x_floor", 9, ".3f"), ("spread", 8, ".1%"), ("tflops", 8, ".4g"), ("peak_MiB", 10, ".5g")),
+    *(("ms", 9, ".2f"), ("x_floor", 9, ".3f"), ("spread", 8, ".1%"), ("tflops", 8, ".3g"), ("peak_MiB", 10, ".5g")),
     *(("beyond_gradients_MiB", 22, ".5g"), ("err_loss", 10, ".1e"), ("err_dx", 8, ".1e"), ("err_dw", 8, ".1e")),
     ("first_call_s", 14, ".2f"),
 ]
