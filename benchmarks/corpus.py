@@ -29,11 +29,6 @@ DOCUMENTS = 512  # documents encoded at a time
 END = "<|endoftext|>"  # between documents; id 0
 
 
-class Corpus(NamedTuple):
-    training: list[str]
-    held_out: list[str]
-
-
 def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[bytes]:
     """The files of a folder with one of the suffixes, whole. A root that is a file, whatever its name, in pieces."""
     for root in roots:
@@ -46,18 +41,18 @@ def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[bytes]:
             yield from (content[start : start + PIECE] for start in range(0, len(content), PIECE))
 
 
-def read_corpus(documents: Iterable[bytes], *, most_bytes: int, seed: int) -> Corpus:
+def read_corpus(documents: Iterable[bytes], *, most_bytes: int, seed: int) -> tuple[list[str], list[str]]:
     """Documents in random order, each text once, up to most_bytes. Every HELD_OUT-th is kept from training."""
     documents, size = list(dict.fromkeys(documents)), 0
     random.Random(seed).shuffle(documents)
-    corpus = Corpus([], [])
+    training: list[str] = []
+    held_out: list[str] = []
     for number, document in enumerate(documents, 1):
         if size >= most_bytes:
             break
         size += len(document)
-        held_out = number % HELD_OUT == 0
-        (corpus.held_out if held_out else corpus.training).append(document.decode(errors="replace"))
-    return corpus
+        (training if number % HELD_OUT else held_out).append(document.decode(errors="replace"))
+    return training, held_out
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int):
@@ -97,12 +92,12 @@ def tokens_of(text: Sequence[Path] | None, *, megabytes: float, vocabulary: int,
     started = time.perf_counter()
     sources = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     documents = documents_of(text or sources, SUFFIXES if text else {".py"})
-    corpus = read_corpus(documents, most_bytes=round(megabytes * 1e6), seed=seed)
-    tokenizer = train_tokenizer(corpus.training[:TOKENIZER_DOCUMENTS], vocabulary)
-    tokens = Tokens(*(encode(tokenizer, texts) for texts in corpus))
+    texts = read_corpus(documents, most_bytes=round(megabytes * 1e6), seed=seed)
+    tokenizer = train_tokenizer(texts[0][:TOKENIZER_DOCUMENTS], vocabulary)
+    tokens = Tokens(*(encode(tokenizer, part) for part in texts))
     say(
-        f"{time.perf_counter() - started:.0f} s: to train on {len(corpus.training)} documents of"
-        f" {len(tokens.training) / 1e6:.1f} million tokens, held out {len(corpus.held_out)} of"
+        f"{time.perf_counter() - started:.0f} s: to train on {len(texts[0])} documents of"
+        f" {len(tokens.training) / 1e6:.1f} million tokens, held out {len(texts[1])} of"
         f" {len(tokens.held_out) / 1e6:.2f} million"
     )
     return tokens

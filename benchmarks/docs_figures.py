@@ -76,11 +76,8 @@ def time_against_memory(plt, path: Path):
     axes.grid(alpha=0.25)
     axes.set_xlabel("time of a training step, and over the bare GEMMs")
     axes.set_ylabel("peak memory beyond the gradients")
-    first = rows[0]
-    axes.set_title(
-        f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes, {first['dtype']}, one {first['gpu']}",
-        fontsize=11,
-    )
+    shape = f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes"
+    axes.set_title("{}, {dtype}, one {gpu}".format(shape, **rows[0]), fontsize=11)
     return figure
 
 

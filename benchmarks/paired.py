@@ -202,10 +202,8 @@ def measure(
 def table(rows: Sequence[PairedRow]) -> str:
     columns = [("against_ms", 12, ".3f"), ("ms", 9, ".3f"), ("x_against", 11, ".4f"), ("spread", 9, ".4f")]
 
-    def name_of(row: PairedRow) -> str:
-        return str(Unit(row.mode, (row.N, row.D, row.V), row.ignored, row.prior))
-
-    return table_of(rows, columns, heading="step", width=44, name_of=name_of)
+    units = {id(row): str(Unit(row.mode, (row.N, row.D, row.V), row.ignored, row.prior)) for row in rows}
+    return table_of(rows, columns, heading="step", width=44, name_of=lambda row: units[id(row)])
 
 
 def main(argv: Sequence[str] | None = None) -> Path | None:

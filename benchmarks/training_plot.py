@@ -66,10 +66,6 @@ def draw(plt, path: Path):
     ends.set_xticks(range(len(LOSSES)), LOSSES.values())
     ends.set_ylabel("held-out loss above the exact run's")
     ends.grid(alpha=0.25, axis="y")
-    first = runs[0]
-    figure.suptitle(
-        f"{int(first['parameters']) / 1e6:.0f}M parameters, D = {first['D']}, V = {first['V']},"
-        f" {first['steps']} steps of {first['step_tokens']} tokens; {first['gpu']}, {first['commit']}",
-        fontsize=9,
-    )
+    said = "{:.0f}M parameters, D = {D}, V = {V}, {steps} steps of {step_tokens} tokens; {gpu}, {commit}"
+    figure.suptitle(said.format(int(runs[0]["parameters"]) / 1e6, **runs[0]), fontsize=9)
     return figure
