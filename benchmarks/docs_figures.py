@@ -106,6 +106,9 @@ def error_against_dtype(plt, results: Path):
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
+    parser = argparse.ArgumentParser("python -m benchmarks.docs_figures", description=__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    folder = parser.parse_args(argv).out
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,9 +116,6 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "flce_ops", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    parser = argparse.ArgumentParser("python -m benchmarks.docs_figures", description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    folder = parser.parse_args(argv).out
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "time_against_memory": time_against_memory(plt, RESULTS / "nvidia-h200" / "fwd_bwd.csv"),
