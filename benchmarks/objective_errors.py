@@ -130,7 +130,7 @@ def errors_of(number: int, path: str, problem: Problem) -> Iterator[tuple[str, s
     take this path.
     """
     x, w = problem.input, problem.linear_weight
-    place = sharded if path == SHARDED else as_they_are
+    place = sharded if path == SHARDED else lambda *operands: operands
     objectives = list(objectives_of(problem, place))
     if number == len(objectives):
         yield from metric_errors(problem) if path == "eager" else ()
@@ -169,10 +169,6 @@ def sharded(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     return distribute_tensor(input, mesh, [Replicate()]), distribute_tensor(linear_weight, mesh, [Shard(0)])
 
 
-def as_they_are(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
-    return input, linear_weight
-
-
 def measured(
     tasks: Sequence[Task], shape: Shape, device: torch.device, here: Environment, processes: int
 ) -> Iterator[list[ErrorRow]]:
@@ -202,7 +198,7 @@ def run(options: argparse.Namespace, paths: dict[str, tuple[torch.dtype, ...]], 
     (shape,) = parse_shapes(options.shape or SHAPES[device.type])
     report = KeepingReport(options.out / here.slug / "objective_errors.csv", ranks=ranks)
     toy = make_problem(Shape(8, 8, 64), dtype=torch.float32, device=torch.device("cpu"), seed=SEED)
-    count = 1 + len(list(objectives_of(toy, as_they_are)))
+    count = 1 + len(list(objectives_of(toy, lambda *operands: operands)))
     tasks = [(number, path, dtype) for path, dtypes in paths.items() for dtype in dtypes for number in range(count)]
     columns = [(f"{who}_{what}", 11, ".1e") for what in ("value", "dx", "dw") for who in ("err", "torch")]
     for rows in measured(tasks, shape, device, here, 0 if ranks > 1 else options.processes):

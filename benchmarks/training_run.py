@@ -65,19 +65,13 @@ class Trainee(nn.Module):
         return flce_ops.linear_cross_entropy(input, linear_weight, target, **options)
 
 
-class Rarity(NamedTuple):
-    """Classes by how often they occur in the training text."""
-
-    rare: Tensor  # (V,) bool
-    rarest: Tensor
-
-
-def rarity_of(tokens: Tensor, vocabulary: int) -> Rarity:
+def rarity_of(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:  # (V,) bool, twice
+    """Rare and rarest classes, by how often they occur in the training text."""
     counts = torch.bincount(tokens, minlength=vocabulary)
     ordered, classes = counts.sort(stable=True)
     # share of the tokens up to and including the class
     share = (ordered.cumsum(0) / tokens.shape[0])[classes.argsort()]
-    return Rarity(share <= RARE, share <= RAREST)
+    return share <= RARE, share <= RAREST
 
 
 @torch.no_grad()
@@ -121,7 +115,7 @@ def run(chosen: Run, device: torch.device, seconds: float) -> tuple[list[dict], 
         torch.cuda.set_device(device)
     size = chosen.size
     tokens = load_file(chosen.tokens, device=str(device))
-    rarity = rarity_of(tokens["training"], size.vocab)
+    rare, rarest = rarity_of(tokens["training"], size.vocab)
     torch.manual_seed(chosen.seed)
     model = Llama(size, fused_head=True).to(device)
     if chosen.compile:
@@ -132,8 +126,8 @@ def run(chosen: Run, device: torch.device, seconds: float) -> tuple[list[dict], 
         losses, targets = held_out_losses(model, tokens["held_out"], size, chosen.held_out)
         return {
             "held_out_loss": losses.mean().item(),
-            "rare_loss": mean_of(losses, rarity.rare[targets]),
-            "rarest_loss": mean_of(losses, rarity.rarest[targets]),
+            "rare_loss": mean_of(losses, rare[targets]),
+            "rarest_loss": mean_of(losses, rarest[targets]),
         }
 
     def entries() -> dict[str, float]:
