@@ -27,6 +27,14 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
     "sweep_n": tuple(Shape(n, 4096, 128256) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
     "sweep_v": tuple(Shape(8192, 4096, v) for v in (32000, 64000, 102400, 128256, 151936, 201088, 256000)),
     "sweep_d": tuple(Shape(8192, d, 128256) for d in (512, 1024, 2048, 3072, 4096, 6144, 8192)),
+    "odd": (  # pairs: a size that no multiple of 8 or 16 divides, and the one that one would pad it to
+        *(Shape(12288, 1536, v) for v in (50257, 50304)),  # GPT-2's vocabulary
+        *(Shape(20000, 1024, v) for v in (32001, 32064)),  # Llama 2 with one added token
+        *(Shape(4096, 4096, v) for v in (151669, 151680)),  # Qwen 2.5's tokens, without the padding of its head
+        *(Shape(8192, d, 32000) for d in (2052, 2064)),  # rows do not start on 16 bytes: no tensor maps
+    ),
+    "narrow": (Shape(16384, 512, 128256), Shape(16384, 512, 32000), Shape(65536, 512, 32000)),
+    "masked": (Shape(8192, 4096, 128256), Shape(16384, 2048, 128256)),  # for --ignored
     "small": (  # few tokens, or a small head: the host's launches matter
         *(Shape(n, 4096, 151936) for n in (128, 256, 1024, 2048)),
         *(Shape(n, 2048, 128256) for n in (128, 256, 1024, 2048)),
