@@ -29,6 +29,7 @@ from .instance_forward import (
     replace_forward,
     restore_forward,
 )
+from .liger import check_loss_is_not_ligers
 from .logit_steps import Head
 from .read_head import read_head
 from .trainer import announce_to_models
@@ -83,6 +84,7 @@ def patch(
     names = checked_names("patch", metrics, NAMES, "metrics")
     check_threshold("patch", gradient_threshold)
     check_ranges("patch", label_smoothing=label_smoothing)
+    check_loss_is_not_ligers(model_or_class)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
         patched: nn.Module | type[PreTrainedModel] = model_or_class
