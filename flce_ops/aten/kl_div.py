@@ -26,7 +26,7 @@ from ..support.exchange import all_reduce
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_A_BLOCK, chunk_product, copy_bytes, cut, row_chunks
-from .gradients import GradientAccumulator
+from .gradients import GradientAccumulator, accumulator_of
 from .logits import activate, apply_slope, cap_with_slope, scale_logits
 from .row_statistics import shift_rows
 from .valid_tokens import kernel_of, tokens_of
@@ -40,7 +40,9 @@ ROWS_AT_LEAST = 128
 BLOCK_BYTES = 1 << 18
 
 
-def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool) -> int:
+def rows_per_chunk(
+    operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool, scale_gradient: bool = False
+) -> int:
     """How many rows' matrices fit the workspace. All ranks that share a vocabulary get the same number, whatever their
     shards.
     """
@@ -49,6 +51,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
     half = own < accumulate
     matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # one more for dz/du
+    matrices += 2 * scale_gradient  # u, and G u
     row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a bool mask; G rounded
     row_bytes += operands.input.shape[1] * own  # rows that valid_tokens.py gathers
     if operands.teacher_input is not None:
@@ -74,17 +77,18 @@ def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
 
 
 def student_logits(
-    operands: KlDivOperands, options: KlDivOptions, rows: slice, *, slope: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the chunk of input, (n, D), its logits, (n, V), and with `slope` and a softcap dz/du / logit_scale, (n,
-    V).
+    operands: KlDivOperands, options: KlDivOptions, rows: slice, gradients: GradientAccumulator | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the chunk of input, (n, D), and its logits, (n, V). For gradients also dz/du / logit_scale, (n, V), with
+    a softcap, and the products u, (n, V), if logit_scale gets a gradient.
     """
     input = operands.input[rows]
     product = chunk_product(input, operands.linear_weight, operands.linear_bias)
     softcap, logit_scale = of_rows = options.student
-    if softcap is None or not slope:
-        return input, activate(product, of_rows), None
-    return input, *cap_with_slope(scale_logits(product, logit_scale), softcap)
+    kept = None if gradients is None else gradients.kept(product)
+    if softcap is None or gradients is None:
+        return input, activate(product, of_rows), None, kept
+    return input, *cap_with_slope(scale_logits(product, logit_scale), softcap), kept
 
 
 def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
@@ -108,11 +112,15 @@ def with_grad(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
     shift, teacher_shift, student_kl = allocate(KlDivForward.results[1:], call)
-    rows = rows_per_chunk(operands, options, call.output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
+    gradients = accumulator(call, grads)
     scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
     stream_rows(call, divergence, shift, teacher_shift, student_kl, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
+
+
+def accumulator(call: KlDivWithGrad | KlDivBackward, grads: Sequence[Tensor]) -> GradientAccumulator:
+    rows = rows_per_chunk(call.operands, call.options, call.output_mask[1], call.scale_gradient)
+    return accumulator_of(call, None, grads, rows)
 
 
 def scale_of_products(row_scale: Tensor, options: KlDivOptions) -> Tensor:  # (N,)
@@ -131,9 +139,9 @@ def stream_rows(
 ) -> None:
     """Runs one pass over the logits: computes the divergence of every row, and the gradients if they are wanted."""
     operands, options = call.operands, call.options
-    weight_gradient = gradients is not None and gradients.mask[1]
-    for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
-        input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
+    asked = (False, False) if gradients is None else (gradients.mask[1], gradients.logit_scale is not None)
+    for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, *asked)):
+        input, log_q, slope, product = student_logits(operands, options, rows, gradients)
         log_p = teacher_rows(operands, options, rows)
         softmaxes = [(log_q, shift)]
         if operands.teacher_probs is None:
@@ -155,8 +163,9 @@ def stream_rows(
         grad_logits = log_q
         del log_q, log_p  # frees memory before G is rounded
         if gradients is not None:
-            gradients.add(rows, apply_slope(grad_logits, slope), input)
-        del grad_logits, slope  # frees memory before the next chunk is allocated
+            gradients.add_scale(apply_slope(grad_logits, slope), product)
+            gradients.add(rows, grad_logits, input)
+        del grad_logits, slope, product  # frees memory before the next chunk is allocated
     if gradients is not None:
         gradients.finish()
 
@@ -230,7 +239,6 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
 def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
     operands, options, shift = call.operands, call.options, call.shift
     scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
-    rows = rows_per_chunk(operands, options, call.output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
+    gradients = accumulator(call, grads)
     known = (None, shift, call.teacher_shift, call.student_kl)
     stream_rows(call, *known, gradients, scale)

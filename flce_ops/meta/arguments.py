@@ -25,7 +25,9 @@ SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
-GRADIENTS = gradients("input", "linear_weight", "linear_bias")
+# made if the call's `scale_gradient` is True
+OF_SCALE = Result("grad_logit_scale", lambda call: (), attrgetter("scale_gradient"), None, operand="logit_scale")
+GRADIENTS = (*gradients("input", "linear_weight", "linear_bias"), OF_SCALE)
 LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(
     (class_index if name == "argmax" else token)(name, f"statistics.{name}") for name in Statistics._fields
@@ -74,6 +76,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     vocab_start: SymInt = 0
     output_mask: OutputMask
+    scale_gradient: bool = False  # whether the gradient of logit_scale is wanted
     grad_expected_log_prob: Tensor | None = None  # (N,)
     expected_log_prob: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
@@ -104,6 +107,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     loss: LossOptions
     logits: LogitOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
     statistics: Statistics
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
@@ -114,7 +118,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     """`weight` has the V classes of all ranks; the other operands have this rank's."""
 
     op = "linear_cross_entropy_vocab_parallel_with_grad"
-    results = WithGrad.results
+    results = tuple(result for result in WithGrad.results if result is not OF_SCALE)
 
     operands: Operands
     row_scale: Tensor  # (N,)
@@ -216,6 +220,11 @@ class KlDivBackward(Arguments, keyword_from="options"):
     student_kl: Tensor
     options: KlDivOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
+
+    @property
+    def logits(self) -> LogitOptions:
+        return self.options.student
 
 
 class KlDivWithGrad(Arguments, keyword_from="options"):
@@ -226,6 +235,11 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
     row_scale: Tensor  # (N,)
     options: KlDivOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
+
+    @property
+    def logits(self) -> LogitOptions:
+        return self.options.student
 
 
 class RowOperands(NamedTuple):
@@ -251,6 +265,7 @@ class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
     batch_invariant: bool = False  # as of backward
 
 

@@ -25,12 +25,7 @@ from ..support.torch_private import (
     save_without_version_check,
     traced_input,
 )
-from .function import (
-    OPERANDS,
-    OperatorFunction,
-    wanted,
-    where_wanted,
-)
+from .function import OperatorFunction, wanted, where_wanted
 from .paths import saved_rows
 from .second_order import second_derivatives
 
@@ -39,6 +34,7 @@ from .second_order import second_derivatives
 
 class ForwardFunction(OperatorFunction):
     arguments = Forward
+    learns = ("logit_scale",)
     with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
 
     @classmethod
@@ -64,7 +60,7 @@ class ForwardFunction(OperatorFunction):
             expected_log_prob = None
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             lse, expected_log_prob = finite_rows(lse, expected_log_prob)
-        mask = wanted(ctx, Forward, *OPERANDS)
+        *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
             # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
@@ -78,6 +74,7 @@ class ForwardFunction(OperatorFunction):
             cotangents=Cotangents(*of_loss),
             lse=lse,
             output_mask=mask,
+            scale_gradient=scale_gradient,
             grad_expected_log_prob=grad_expected_log_prob,
             expected_log_prob=expected_log_prob,
             lse_rest=lse_rest,
@@ -86,7 +83,7 @@ class ForwardFunction(OperatorFunction):
         ).dispatched()
         if into:
             mask[1] = False
-        return where_wanted(gradients, mask)
+        return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
 
 
 def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard
@@ -103,7 +100,8 @@ def finite_rows(lse: Tensor, expected_log_prob: Tensor | None) -> tuple[Tensor, 
 
 class BackwardFunction(OperatorFunction):
     arguments = Backward
-    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias")
+    learns = ("logit_scale",)
+    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias", "grad_logit_scale")
 
     @classmethod
     def for_backward(cls, ctx, call, results):

@@ -46,7 +46,7 @@ HOLES = {
     # DTensors
     "vocab_size of DTensors": "vocab_size={vocab_size} with DTensors is not implemented, as rows would move between "
     "ranks; give the padding a bias of -inf in both models, or distribute weight[:vocab_size]",
-    "scale of DTensors": "a tensor as {name} is not implemented beside DTensors; pass a number, or multiply the "
+    "scale of DTensors": "a DTensor as {name} is not implemented; pass a plain tensor or a number, or multiply the "
     "hidden states by it before the head",
     "shift over ranks": "shift=True needs the label of the next position, which another rank may hold: target is "
     "{layout}; pass the labels of whole sequences, as a plain tensor that is the same on every rank or as a DTensor "

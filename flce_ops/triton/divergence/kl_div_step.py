@@ -61,7 +61,7 @@ class KlDivStep:
     def __post_init__(self) -> None:
         operands = self.operands
         self.chunking = chunking = chunk_rows(operands, self.options, self.gradients)
-        self.grad_input, grad_weight, self.bias_sum = self.gradients
+        self.grad_input, grad_weight, self.bias_sum, _ = self.gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
@@ -170,7 +170,7 @@ class KlDivStep:
             self.grad_input[chunk],
             self.operands.linear_weight,
             gradient,
-            Finish(),
+            self.gradients.summed(Finish(), chunk, self.operands.input),
             valid_tokens,
             memory,
             by_ranges=by_ranges,

@@ -88,7 +88,7 @@ def one_pass_step(
     *outputs: Tensor,  # the gradients, then statistics or log-probabilities
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
-    grads, by_token = outputs[:3], outputs[3:]
+    grads, by_token = outputs[:4], outputs[4:]
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
     input, linear_weight, target, _, _ = call.operands
@@ -115,12 +115,12 @@ def step_over_tokens(
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
     loss, *grads = results
-    gradients, chunks = wanted_gradients(grads, call.output_mask), chunking.chunks
+    gradients, chunks = wanted_gradients(grads, call), chunking.chunks
     if isinstance(call, WithGrad) and is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
         OnePassStep(call, valid_tokens, per_token, gradients, chunking).run_chunks(chunks)
-    finish_gradients(grads, gradients, valid_tokens, place)
+    finish_gradients(grads, gradients, valid_tokens, place, call)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
     return chunks, sparse_notes(call) if isinstance(call, WithGrad) else []
 
