@@ -52,8 +52,8 @@ NONE_ASKED = Statistics()
 
 @kernel_of(WithGrad, checks_target=True, extra_of=draws_of)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
-    loss, losses, *grads = outputs[:6]
-    statistics = TokenStatistics.found(call.statistics, outputs[6:])
+    loss, losses, *results, of_scale = outputs
+    grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     input, linear_weight = call.operands[:2]
     step = rows_of_chunk(call, call.operands, call.output_mask[1], call.statistics, draws)
     gradients = accumulator_of(call, draws, grads, step)
@@ -64,7 +64,8 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
 
 @kernel_of(PolicyWithGrad, checks_target=True)
 def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, log_probs = outputs
+    loss, losses, *grads, log_probs, of_scale = outputs
+    grads.append(of_scale)
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1])
     gradients = accumulator_of(call, None, grads, step)

@@ -172,6 +172,8 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     rows, target = given["input" if "input" in given else "logits"], given.get("target")
     if isinstance(given.get("logit_scale"), Tensor) or isinstance(given.get("temperature"), Tensor):
         given = with_learnt_scale(name, given, DEFAULTS[name])
+    if target is not None and target.dtype == torch.uint8:  # beside which torch compares -100 as 156
+        given["target"] = target = target.long()
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(name, given["normalizer"], rows)
     if given.pop("shift", False):

@@ -27,7 +27,7 @@ OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 # made if the call's `scale_gradient` is True
 OF_SCALE = Result("grad_logit_scale", lambda call: (), attrgetter("scale_gradient"), None, operand="logit_scale")
-GRADIENTS = (*gradients("input", "linear_weight", "linear_bias"), OF_SCALE)
+GRADIENTS = gradients("input", "linear_weight", "linear_bias")
 LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(
     (class_index if name == "argmax" else token)(name, f"statistics.{name}") for name in Statistics._fields
@@ -67,7 +67,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
 
 class Backward(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_backward"
-    results = GRADIENTS
+    results = (*GRADIENTS, OF_SCALE)
 
     cotangents: Cotangents
     operands: Operands
@@ -90,7 +90,7 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 
     op = "linear_cross_entropy_backward_"
     results = tuple(
-        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made for made in GRADIENTS
+        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made for made in Backward.results
     )
     written = "main_grad"
 
@@ -99,7 +99,7 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 
 class WithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_with_grad"
-    results = (*LOSSES, *GRADIENTS, *STATISTICS)
+    results = (*LOSSES, *GRADIENTS, *STATISTICS, OF_SCALE)
 
     operands: Operands
     reduction: Reduction
@@ -118,7 +118,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     """`weight` has the V classes of all ranks; the other operands have this rank's."""
 
     op = "linear_cross_entropy_vocab_parallel_with_grad"
-    results = tuple(result for result in WithGrad.results if result is not OF_SCALE)
+    results = (*LOSSES, *GRADIENTS, *STATISTICS)
 
     operands: Operands
     row_scale: Tensor  # (N,)
@@ -211,7 +211,7 @@ class KlDivForward(Arguments, keyword_from="options"):
 
 class KlDivBackward(Arguments, keyword_from="options"):
     op = "linear_kl_div_backward"
-    results = GRADIENTS
+    results = (*GRADIENTS, OF_SCALE)
 
     grad: Tensor  # (N,)
     operands: KlDivOperands
@@ -229,7 +229,7 @@ class KlDivBackward(Arguments, keyword_from="options"):
 
 class KlDivWithGrad(Arguments, keyword_from="options"):
     op = "linear_kl_div_with_grad"
-    results = (scalar("loss"), token("divergence"), *GRADIENTS)
+    results = (scalar("loss"), token("divergence"), *GRADIENTS, OF_SCALE)
 
     operands: KlDivOperands
     row_scale: Tensor  # (N,)
@@ -256,7 +256,7 @@ class RowOperands(NamedTuple):
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     """A scalar loss of an objective with its own operators."""
 
-    results = (*LOSSES, *GRADIENTS, token("log_probs"))
+    results = (*LOSSES, *GRADIENTS, token("log_probs"), OF_SCALE)
 
     operands: RowOperands
     tokens: Nothing

@@ -85,7 +85,8 @@ class MadeInForward(OperatorFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        return results[1 : 2 + len(cls.arguments.made)]
+        made = [result for result, kind in zip(results, cls.arguments.results) if kind.operand]
+        return results[1], *made
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *others):

@@ -137,7 +137,7 @@ def test_entries_too_small_to_be_saved_have_no_gradient(poisoned_memory):
     gradients = launch_backward(
         -ones, ones, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, True]
     )
-    for of_classes in gradients[1:]:
+    for of_classes in gradients[1:3]:
         gone = of_classes.reshape(300, -1).eq(0.0).all(1)
         assert gone[[5, 290]].all() and gone.sum() == 2
 

@@ -88,7 +88,7 @@ def one_pass_step(
     *outputs: Tensor,  # the gradients, then statistics or log-probabilities
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
-    grads, by_token = outputs[:4], outputs[4:]
+    grads, by_token = (*outputs[:3], outputs[-1]), outputs[3:-1]
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
     input, linear_weight, target, _, _ = call.operands
