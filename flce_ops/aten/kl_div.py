@@ -12,6 +12,7 @@ All (n, V) matrices are in the accumulation dtype (float32 for 16-bit operands).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,14 @@ from ..math.options import accumulation_dtype
 from ..math.shards import log_denominator, shard_rows
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.outputs import allocate
-from ..objectives.divergence import DIVERGENCES, Divergence
-from ..support.exchange import all_reduce
+from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
+from ..support.exchange import all_gather, all_reduce
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_A_BLOCK, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator, accumulator_of
 from .logits import activate, apply_slope, cap_with_slope, scale_logits
-from .row_statistics import shift_rows
+from .row_statistics import finite_maximum, shift_rows
 from .valid_tokens import kernel_of, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
@@ -184,14 +185,17 @@ def finish_rows(
     # given probabilities need not add up to 1, so their sum is needed
     weighed = operands.teacher_probs is not None and not kind.of_student
     number: Tensor | float = 1.0
+    known = vars(call).get("divergence")  # of forward, for a shifted kind
+    offset = None if known is None else known[rows]
     if divergence is None and kind.of_student:
         number = student_kl[rows]
     elif divergence is not None or weighed:
-        sums = all_reduce(row_sums(kind, blocks(log_q, log_p, alone), beta, weighed), options.group, options.ranks)
-        of_rows = tuple(sums) if weighed else (*sums, 1.0)
+        shift = shift_of_rows(log_q, log_p, options) if kind.shifted else None
+        sums = row_sums(kind, blocks(log_q, log_p, alone), beta if shift is None else shift, weighed)
+        of_rows: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
+        of_rows += () if shift is None else (shift.squeeze(1),)
         value, number = kind.of_sums(of_rows, beta)
-        if scale is not None and kind.scale_of_sums is not None:
-            scale = scale * kind.scale_of_sums(of_rows).unsqueeze(1)
+        offset = None if kind.offset_of_sums is None else kind.offset_of_sums(of_rows)
     if divergence is not None:
         valid = operands.valid
         divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
@@ -199,7 +203,9 @@ def finish_rows(
             student_kl[rows] = number
     if scale is not None:
         for block, block_q, block_p in blocks(log_q, log_p, alone):
-            of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
+            of_row: Any = number if isinstance(number, float) else number[block].unsqueeze(1)
+            if offset is not None:
+                of_row = of_row, offset[block].unsqueeze(1)
             block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
 
 
@@ -217,12 +223,19 @@ def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, T
     return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
 
 
+def shift_of_rows(log_q: Tensor, log_p: Tensor, options: KlDivOptions) -> Tensor:  # (n, 1)
+    least = finite_maximum(torch.minimum(log_q, log_p))
+    least = all_gather(least, options.group, options.ranks).amax(0)
+    return torch.where(least < LEAST_UNSHIFTED, least, 0.0)
+
+
 def row_sums(
     kind: type[Divergence], blocks: Iterable[tuple[slice, Tensor, Tensor]], beta: Tensor | None, weighed: bool
 ) -> Tensor:
-    """The (k, n) sums over this rank's columns. The mass is included only if `weighed`."""
-    count = kind.sums if weighed else kind.sums - 1
-    terms = (kind.of_entry(log_q, log_p, beta)[:count] for _, log_q, log_p in blocks)
+    """The (k, n) sums over this rank's columns. The mass is included only if `weighed`. `beta` may be rows' shifts."""
+    count = kind.sums - kind.shifted - (not weighed)
+    of_rows = beta is not None and beta.dim() > 0
+    terms = (kind.of_entry(log_q, log_p, beta[rows] if of_rows else beta)[:count] for rows, log_q, log_p in blocks)
     return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
 
 

@@ -90,7 +90,8 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 
     op = "linear_cross_entropy_backward_"
     results = tuple(
-        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made for made in Backward.results
+        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made
+        for made in Backward.results
     )
     written = "main_grad"
 
@@ -221,6 +222,7 @@ class KlDivBackward(Arguments, keyword_from="options"):
     options: KlDivOptions
     output_mask: OutputMask
     scale_gradient: bool = False
+    divergence: Tensor | None = None  # (N,), of forward, for "nla"
 
     @property
     def logits(self) -> LogitOptions:

@@ -34,16 +34,14 @@ class ForwardFunction(KlDivFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        # where G has the factor e^divergence, backward multiplies it into the cotangent
-        return results[DIVERGENCES[call.options.kind].scale_of_sums is None :]
+        return results[not DIVERGENCES[call.options.kind].shifted :]
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_divergence, *_):
         *mask, scale_gradient = wanted(ctx, KlDivForward, *KlDivBackward.made)
         *divergence, shift, teacher_shift, student_kl = saved
-        if divergence:
-            grad_divergence = grad_divergence * divergence[0].exp()
         rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
+        rows["divergence"] = divergence[0] if divergence else None
         asked = {"output_mask": mask, "scale_gradient": scale_gradient}
         gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, **asked).dispatched()
         return where_wanted(gradients, [*mask, scale_gradient], KlDivBackward.made)

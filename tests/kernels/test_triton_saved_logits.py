@@ -181,7 +181,7 @@ def test_nan_in_a_row_stays_in_that_rows_gradient():
     args, cotangents, _ = case(RAGGED, torch.float32, "al", ignored=0.0)
     args[0][3] = torch.nan
     rows = launch_forward(*args, retain=RAGGED[0])
-    grad_input, grad_weight, _ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    grad_input, grad_weight, *_ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     of_row = grad_input.isnan().any(1)
     assert of_row[3] and of_row.sum() == 1 and grad_weight.isnan().all()
 

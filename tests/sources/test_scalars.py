@@ -81,9 +81,9 @@ SCALED = {
     "mean": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s, **o),
     "none": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s, reduction="none", **o),
     "log-probs": lambda x, w, t, b, s, o: flce_ops.linear_log_probs(x, w, t, b, logit_scale=s, **o).log_probs,
-    "policy": lambda x, w, t, b, s, o: flce_ops.linear_policy_loss(
-        x, w, t, t.cos(), -3.0 - t.sin(), linear_bias=b, logit_scale=s, **o
-    ).loss,
+    "policy": lambda x, w, t, b, s, o: (
+        flce_ops.linear_policy_loss(x, w, t, t.cos(), -3.0 - t.sin(), linear_bias=b, logit_scale=s, **o).loss
+    ),
     "K classes": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(
         x, w, torch.stack([t, t], 1), b, logit_scale=s, target_weight=torch.ones(len(t), 2, device=t.device), **o
     ),

@@ -66,8 +66,8 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
 @with_padded_features
 def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     outputs = meta.outputs(call)
-    call.grad, call.shift, call.teacher_shift, call.student_kl = contiguous(
-        call.grad, call.shift, call.teacher_shift, call.student_kl
+    call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence = contiguous(
+        call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence
     )
     run(call, backward_step, outputs)
     return outputs
@@ -77,7 +77,7 @@ def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compacted_tokens(call.operands)
     gradients = wanted_gradients(outputs, call)
     of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
-    known, scale = RowResults(None, *of_rows), RowScale(call.grad, call.options.logit_scale)
+    known, scale = RowResults(call.divergence, *of_rows), RowScale(call.grad, call.options.logit_scale)
     chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(), scale, known).run()
     finish_gradients(outputs, gradients, valid_tokens, place, call)
     return chunks
