@@ -14,7 +14,7 @@ positions.py           K-dimensional losses: a head for each position
 
 metrics.py             return_metrics by name
 class_order.py         the user's order of classes, for a sparse gradient
-token_temperature.py   a temperature of each token; a scale that gets a gradient
+learnt_scale.py        a scale that is a tensor, and may get a gradient
 shifted_target.py      unshifted labels, whose targets are the next ones
 """
 

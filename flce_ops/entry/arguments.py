@@ -305,7 +305,7 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
     allow_retain_graph                    always allowed here
     batch_chunk_size, chunking_method     torch's bound on memory: accepted, without effect; the workspace bounds memory
     acc_dtype                             must be the dtype of sums here: float32; float64 for float64 operands
-    acc_policy                            "auto", "compact", "balanced"; "accurate" promises more for 16-bit operands
+    acc_policy                            "auto", "compact", "balanced"; "accurate" changes 16-bit operands on a CPU
 
     Without `dtype`, the input's, refuses only what can never be right.
     """
@@ -319,5 +319,3 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
     expected = accumulation_dtype(dtype)
     if options.acc_dtype not in (None, expected):
         refuse_hole(op, "acc_dtype", given=options.acc_dtype, dtype=dtype, expected=expected)
-    if options.acc_policy == "accurate" and dtype != expected:
-        refuse_hole(op, "acc_policy", dtype=dtype)

@@ -47,6 +47,7 @@ from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
 from ..ops.autocast import autocast_call, autocast_is_on
+from ..ops.call_facts import needs_gradient
 from ..support.torch_private import differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
@@ -88,7 +89,11 @@ def token_losses(
     **others: Any,
 ) -> TokenLosses:
     input, values = operands[0], vars(call)
-    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
+    loss, logits = (
+        loss_options(call.numbers, input),
+        logit_options(call.numbers, input, learnt=values.get("learnt_scale")),
+    )
+    others["scale_gradient"] = needs_gradient(logits.logit_scale)
     for name in ("main_grad", "sparse", "batch_invariant"):
         if name in values:
             others[name] = values[name]

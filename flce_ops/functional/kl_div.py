@@ -125,7 +125,8 @@ def linear_kl_div(
             subgradients.
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
-        target: (...), int64 or int32, read only to see which tokens are ignored: those equal to ``ignore_index``.
+        target: (...), int64, int32 or uint8, read only to see which tokens are ignored: those equal to
+            ``ignore_index``.
         ignore_index: target value of tokens that do not count. None is -100.
         token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
             Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient.

@@ -110,7 +110,7 @@ def linear_log_probs(
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
+        target: the tokens, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
         linear_bias: (V,), in input's dtype.
         ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Among K
             classes such a class has log-probability 0, and a token with only such classes is ignored.

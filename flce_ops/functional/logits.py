@@ -82,7 +82,7 @@ def cross_entropy(
     Args:
         logits: (..., V); float64, float32, bfloat16 or float16. Logits that cannot be viewed as (N, V), such as
             ``logits[:, :-1]`` of several sequences, are copied: pass ``shift=True`` instead.
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64, int32 or uint8.
         weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as in
             ``linear_cross_entropy``.
         logit_scale: a number. Multiply the logits by a learnt one yourself.

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..entry import metrics
 from ..entry.arguments import OP, ReductionName, check_torch_options
 from ..math.sparse_gradient import Mode, Operand
+from ..ops.autocast import autocast_operands
+from ..support.holes import refuse_hole
 from .keywords import CrossEntropyKeywords
 from .public import call_entry, public
 
@@ -31,6 +34,28 @@ def call(given: dict[str, Any]) -> Any:
     options, return_metrics = given.pop("options", None), given.pop("return_metrics", False)
     if options is not None:
         check_torch_options(OP, options, given["input"].dtype)
+        if options.acc_policy == "accurate" and given["input"].device.type == "cpu":
+            return call_in_float32(given, return_metrics)
+    return call_with_metrics(given, return_metrics)
+
+
+def call_in_float32(given: dict[str, Any], return_metrics: Any) -> Any:
+    """On a CPU the product of 16-bit operands is rounded. Here float32 copies are multiplied, and their gradients are
+    rounded once. linear_weight takes a float32 copy and a float32 gradient, each of twice its bytes.
+    """
+    names = [name for name in ("input", "linear_weight", "linear_bias") if given.get(name) is not None]
+    operands = autocast_operands("cpu", *(given[name] for name in names))
+    dtypes = {of.dtype for of in operands}
+    if dtypes in ({torch.bfloat16}, {torch.float16}):
+        if given.get("main_grad") is not None:
+            refuse_hole(OP, "accurate main_grad", dtype=operands[0].dtype)
+        operands = tuple(of.float() for of in operands)
+    given |= dict(zip(names, operands))
+    with torch.autocast("cpu", enabled=False):
+        return call_with_metrics(given, return_metrics)
+
+
+def call_with_metrics(given: dict[str, Any], return_metrics: Any) -> Any:
     if return_metrics is False:
         return call_entry(OP, given)
     names = metrics.metric_names(OP, return_metrics)
@@ -148,10 +173,10 @@ def linear_cross_entropy(
             K-dimensional loss (V, d_1, ..., d_K, D): a head for each position, which run one after the other. target,
             loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias is (V, d_1, ..., d_K). Or the quantized
             weight of a frozen head, which is dequantized a slice of classes at a time; see docs/paths.md.
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. With ``target_weight``: K classes a
-            token, (..., K). A class that is ``ignore_index`` counts for nothing, and a token with only such classes is
-            ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype. Probabilities
-            are constants, need not add up to 1, and give nan where they are negative.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64, int32 or uint8. With ``target_weight``: K
+            classes a token, (..., K). A class that is ``ignore_index`` counts for nothing, and a token with only such
+            classes is ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype.
+            Probabilities are constants, need not add up to 1, and give nan where they are negative.
         linear_bias: (V,), in input's dtype.
         weight: class weights, (V,), as F.cross_entropy's. Constants: class weights get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
@@ -212,7 +237,9 @@ def linear_cross_entropy(
             Metrics are constants of target's shape, 0 at ignored tokens; docs/log_probs.md has what each costs. Not
             for probabilities; with target_weight not the last three.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes have no
-            effect: ``set_workspace`` bounds the memory. An option that would change the sums is refused.
+            effect: ``set_workspace`` bounds the memory. acc_policy "accurate" has an effect on a CPU alone, where
+            logits of 16-bit operands are rounded: float32 copies are multiplied instead. linear_weight's copy and
+            gradient take 4 bytes a number each then. An acc_dtype that would change the sums is refused.
 
     Returns:
         The loss in nats, float32 (float64 for float64 input), of shape () or, for "none", that of the tokens. With no

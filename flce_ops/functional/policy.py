@@ -72,7 +72,7 @@ def linear_policy_loss(
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens that were sampled, (...), int64 or int32, in [0, V) or ``ignore_index``.
+        target: the tokens that were sampled, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``.
         advantages: (...), constants. Multiply the advantages by a weight that the objective alone should have, such as
             the correction for another sampler's probabilities.
         old_log_probs: log-probabilities of the policy that sampled, (...), constants. None stands for this policy: r

@@ -21,8 +21,8 @@ from torch import SymFloat, SymInt, Tensor
 from .._ops import ops
 from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
+from ..entry.learnt_scale import with_learnt_scale
 from ..entry.shifted_target import shifted_target
-from ..entry.token_temperature import apply_learnt_scale, as_argument
 from ..math.options import normalizer_tensor
 from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
@@ -157,14 +157,11 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     """Calls the entry operator `name` and returns its results. `metrics` is the suffix of the variant that returns
     metrics.
     """
-    of = "input" if "input" in given else "logits"
-    rows, target = given[of], given.get("target")
-    if isinstance(given.get("temperature"), Tensor):
-        given = {**given, **as_argument(name, given["temperature"], of)}
+    rows, target = given["input" if "input" in given else "logits"], given.get("target")
     if isinstance(given.get("logit_scale"), Tensor) or isinstance(given.get("temperature"), Tensor):
-        read = ("input", "linear_bias", "logit_scale", "temperature")
-        learnt = apply_learnt_scale(name, *[(DEFAULTS[name] | given)[argument] for argument in (*read, "softcap")])
-        given = {**given, **dict(zip(read, learnt))}
+        given = with_learnt_scale(name, given, DEFAULTS[name])
+    if target is not None and target.dtype == torch.uint8:  # beside which torch compares -100 as 156
+        given["target"] = target = target.long()
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(name, given["normalizer"], rows)
     if given.pop("shift", False):

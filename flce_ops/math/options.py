@@ -74,12 +74,8 @@ def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 class LogitOptions(NamedTuple):
-    """softcap and logit_scale: one number for all tokens, or one number for each token if each token has a temperature
-    of its own.
-    """
-
-    softcap: Tensor | None = None  # () or (N,)
-    logit_scale: Tensor | None = None  # () or (N,)
+    softcap: Tensor | None = None  # ()
+    logit_scale: Tensor | None = None  # (), may get a gradient
 
 
 class Cotangents(NamedTuple):
@@ -140,6 +136,7 @@ class TokenLosses:
     loss: Any  # LossOptions
     logits: LogitOptions
     statistics: Statistics = Statistics()
+    scale_gradient: bool = False  # whether logit_scale gets a gradient
     main_grad: Tensor | None = None  # (V, D), to which grad_linear_weight is added
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
@@ -232,20 +229,20 @@ def logit_options(
     numbers: Any,
     like: Tensor,
     of: str = "",  # before a name in an error
+    learnt: Tensor | None = None,  # (), in place of the number logit_scale
 ) -> LogitOptions:
     """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
     into both options:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
-
-    If `token_temperature` (N,) is given, it replaces the number tau, and both options become (N,).
     """
     divisor = scalar_unless(1.0, numbers.temperature, like, "temperature")
     cap = None if numbers.softcap is None else scalar(numbers.softcap, like, f"{of}softcap")
     if divisor is None:
-        return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like, f"{of}logit_scale"))
+        number = scalar_unless(1.0, numbers.logit_scale, like, f"{of}logit_scale")
+        return LogitOptions(cap, number if learnt is None else learnt)
     # divides tensors: on torch 2.11 a quotient of SymFloats is a constant of the graph
-    scale = scalar(numbers.logit_scale, like, f"{of}logit_scale")
+    scale = scalar(numbers.logit_scale, like, f"{of}logit_scale") if learnt is None else learnt
     return LogitOptions(None if cap is None else cap / divisor, scale / divisor)
 
 

@@ -22,12 +22,7 @@ from ..support.torch_private import (
     differentiated,
     runs_in_this_backward,
 )
-from .function import (
-    OPERANDS,
-    OperatorFunction,
-    wanted,
-    where_wanted,
-)
+from .function import OperatorFunction, wanted, where_wanted
 from .paths import saved_rows
 from .second_order import second_derivatives
 
@@ -36,6 +31,7 @@ from .second_order import second_derivatives
 
 class ForwardFunction(OperatorFunction):
     arguments = Forward
+    learns = ("logit_scale",)
     with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
 
     @classmethod
@@ -61,7 +57,7 @@ class ForwardFunction(OperatorFunction):
             expected_log_prob = None
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             lse, expected_log_prob = finite_rows(lse, expected_log_prob)
-        mask = wanted(ctx, Forward, *OPERANDS)
+        *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
             # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
@@ -73,6 +69,7 @@ class ForwardFunction(OperatorFunction):
             cotangents=Cotangents(*of_loss),
             lse=lse,
             output_mask=mask,
+            scale_gradient=scale_gradient,
             grad_expected_log_prob=grad_expected_log_prob,
             expected_log_prob=expected_log_prob,
             lse_rest=lse_rest,
@@ -81,7 +78,7 @@ class ForwardFunction(OperatorFunction):
         ).dispatched()
         if into:
             mask[1] = False
-        return where_wanted(gradients, mask)
+        return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
 
 
 def saves_logits(retain: int | SymInt) -> bool:
@@ -105,7 +102,8 @@ def finite_rows(lse: Tensor, expected_log_prob: Tensor | None) -> tuple[Tensor, 
 
 class BackwardFunction(OperatorFunction):
     arguments = Backward
-    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias")
+    learns = ("logit_scale",)
+    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias", "grad_logit_scale")
 
     @classmethod
     def for_backward(cls, ctx, call, results):

@@ -53,6 +53,7 @@ class OperatorFunction(Function):
     function: ClassVar[str] = "linear_cross_entropy"  # named in errors if the operator itself is called
     reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
     with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
+    learns: ClassVar[tuple[str, ...]] = ()  # options that get a gradient
 
     # indices of `with_derivative`, each with what says whether a call requests the result
     derivatives: ClassVar[list[tuple[int, Callable | None]]]
@@ -168,8 +169,7 @@ class OperatorFunction(Function):
     def kernel(cls, op: Any) -> Callable:
         """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
         arguments = cls.arguments
-        # gradients of numbers go through flce_ops/entry/token_temperature.py and row_scale instead
-        constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
+        constants = {*NUMBERS, *CONSTANTS, *arguments.constants} - {*cls.learns}
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
         def run(*args, **kwargs):

@@ -100,7 +100,8 @@ class MadeInForward(OperatorFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        return results[1 : 2 + len(cls.arguments.made)]
+        made = [result for result, kind in zip(results, cls.arguments.results) if kind.operand]
+        return results[1], *made
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *others):
@@ -120,6 +121,7 @@ class MadeInForward(OperatorFunction):
             # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in memory
             # anyway, but a compiled graph would have to save input
             if need:
-                leaf = getattr(call.operands, name)
-        mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
+                leaf = getattr(call.operands, name, leaf)
+        of_forward = (*call.output_mask, vars(call).get("scale_gradient", False))
+        mask = [made and need for made, need in zip(of_forward, needs)]
         return multiply_by_grad_output(gradients, mask, grad_loss, leaf), losses

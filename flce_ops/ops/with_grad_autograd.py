@@ -24,6 +24,7 @@ from .made_in_forward import MadeInForward
 
 class WithGradFunction(MadeInForward):
     arguments = WithGrad
+    learns = ("logit_scale",)
 
     @classmethod
     def made_again(cls, call, grad_loss):
@@ -33,6 +34,7 @@ class WithGradFunction(MadeInForward):
 
 
 class RowLossFunction(MadeInForward):
+    learns = ("logit_scale",)
     reverse_modes = "grad, jacrev"
 
     @classmethod
@@ -53,7 +55,7 @@ ROW_LOSS_FUNCTIONS = tuple(
 
 def differentiable_gradients(
     call: WithGrad | RowLossWithGrad, grad_loss: Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients, multiplied by grad_loss, and the losses of tokens, as functions of the operands.
 
     Computed by the operators that have derivatives, not by torch.autograd.grad on the operands: the operands carry the
@@ -67,7 +69,7 @@ def differentiable_gradients(
 
 def recomputed_step(
     call: WithGrad | RowLossWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Sequence[Tensor | None]]:
+) -> tuple[tuple[Tensor, ...], Tensor, Sequence[Tensor | None]]:
     """Runs the forward and backward operators. Returns the gradients, multiplied by grad_loss, the losses, and the
     other per-token results.
     """

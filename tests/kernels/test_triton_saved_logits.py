@@ -137,7 +137,7 @@ def test_entries_too_small_to_be_saved_have_no_gradient(poisoned_memory):
     gradients = launch_backward(
         -ones, ones, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, True]
     )
-    for of_classes in gradients[1:]:
+    for of_classes in gradients[1:3]:
         gone = of_classes.reshape(300, -1).eq(0.0).all(1)
         assert gone[[5, 290]].all() and gone.sum() == 2
 
@@ -181,7 +181,7 @@ def test_nan_in_a_row_stays_in_that_rows_gradient():
     args, cotangents, _ = case(RAGGED, torch.float32, "al", ignored=0.0)
     args[0][3] = torch.nan
     rows = launch_forward(*args, retain=RAGGED[0])
-    grad_input, grad_weight, _ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    grad_input, grad_weight, *_ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     of_row = grad_input.isnan().any(1)
     assert of_row[3] and of_row.sum() == 1 and grad_weight.isnan().all()
 
