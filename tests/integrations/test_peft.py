@@ -136,7 +136,7 @@ def test_an_adapter_that_is_no_pair_is_refused_not_ignored(patch_first, targets,
 def trained_in_head(ours, theirs, batch) -> list[str]:
     """Names in the head that have a gradient, from one pass without logits; the unpatched model has the same."""
     assert not has_logits(ours(**batch))
-    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     result = loss_and_gradients(ours, **batch)
     check_same(result, loss_and_gradients(theirs, **batch))
     return [name for name, gradient in result[1].items() if gradient is not None and "lm_head" in name]
@@ -188,7 +188,7 @@ def test_float32_adapters_on_a_bfloat16_head():
     theirs = peft.get_peft_model(model, config)
     exact, ours, batch = copy.deepcopy(theirs).double(), patch(copy.deepcopy(theirs)), make_batch()
     truth, found, plain = (loss_and_gradients(model, **batch) for model in (exact, ours, theirs))
-    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     for name, gradient in found[1].items():
         if gradient is not None:
             assert gradient.dtype == plain[1][name].dtype == torch.float32

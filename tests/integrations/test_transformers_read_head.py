@@ -8,13 +8,12 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn import CrossEntropyLoss
-
 from flce_ops.integrations.transformers.cross_entropy_call import CrossEntropy
 from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.logit_steps import Head
 from flce_ops.integrations.transformers.read_head import read_head
+from torch import nn
+from torch.nn import CrossEntropyLoss
 
 
 class Forwards:

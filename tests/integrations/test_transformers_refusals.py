@@ -8,14 +8,14 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from flce_ops.integrations.transformers.cross_entropy_call import CrossEntropy
+from flce_ops.integrations.transformers.logit_steps import Head
+from flce_ops.integrations.transformers.read_head import read_head
 from tiny_models import SIZES, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from flce_ops.integrations.transformers import patch
-from flce_ops.integrations.transformers.cross_entropy_call import CrossEntropy
-from flce_ops.integrations.transformers.logit_steps import Head
-from flce_ops.integrations.transformers.read_head import read_head
 
 # ---------------------------------------------------------------- models of Transformers
 

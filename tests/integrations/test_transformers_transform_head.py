@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch.nn.functional as F
-from test_transformers_read_head import scale_of
-
 from flce_ops.integrations.transformers.definition import NotUnderstood
 from flce_ops.integrations.transformers.transform_head import Inner, read_inner
+from test_transformers_read_head import scale_of
 
 
 class Transforms:

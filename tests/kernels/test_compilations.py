@@ -237,10 +237,11 @@ class OnGpu:
     """A Triton path whose launches run in the interpreter, on tensors that pretend to be on a GPU."""
 
     def __init__(self, monkeypatch) -> None:
+        from flce_ops.triton.launch import ahead, replay
+
         from flce_ops.ops import paths, registration
         from flce_ops.support.path import Choice
         from flce_ops.support.vendor import H200
-        from flce_ops.triton.launch import ahead, replay
 
         self.compiled, self.capturing, self.cached = [], False, None
         facts = paths.CallFacts("cuda", torch.float32)
@@ -307,8 +308,9 @@ def test_a_head_whose_kernels_another_process_compiled_is_not_compiled_ahead(gpu
 
 
 def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward_too(gpu, monkeypatch):
-    from flce_ops.support.vendor import H200, Compiling, compiling
     from flce_ops.triton.launch import ahead
+
+    from flce_ops.support.vendor import H200, Compiling, compiling
 
     traced = []
 
@@ -339,8 +341,9 @@ def test_a_forward_whose_gradient_is_wanted_compiles_the_kernels_of_its_backward
 
 
 def test_a_derivative_that_is_not_implemented_is_not_a_failure(gpu, caplog, monkeypatch):
-    from flce_ops.support.vendor import H200, Compiling, compiling
     from flce_ops.triton.launch import ahead
+
+    from flce_ops.support.vendor import H200, Compiling, compiling
 
     def compile_traced(trace):
         compiling.set(Compiling(H200))
@@ -406,8 +409,9 @@ def traced():
 
 
 def test_kernels_are_compiled_after_two_numbers_of_tokens_are_traced_the_longest_first(traced, monkeypatch):
-    from flce_ops.support.vendor import H200, compiling
     from flce_ops.triton.launch import ahead
+
+    from flce_ops.support.vendor import H200, compiling
 
     jitted, compiled = traced
     kernels = [jitted(name) for name in ("compact_tokens_kernel", "weight_gradient_kernel", "overflow_rows_kernel")]
@@ -431,8 +435,9 @@ def test_kernels_are_compiled_after_two_numbers_of_tokens_are_traced_the_longest
 
 def test_a_kernel_that_does_not_compile_ahead_leaves_the_others_alone(traced):
     """Its launch compiles it again and raises the error, if it comes to that."""
-    from flce_ops.support.vendor import H200, compiling
     from flce_ops.triton.launch import ahead
+
+    from flce_ops.support.vendor import H200, compiling
 
     jitted, compiled = traced
     kernels = [jitted(name) for name in ("logits_gemm_kernel", "sum_losses_kernel", "target_rows_kernel")]
@@ -452,8 +457,9 @@ def test_a_kernel_that_does_not_compile_ahead_leaves_the_others_alone(traced):
 
 def test_a_kernel_that_waits_when_tracing_fails_is_forgotten(traced):
     """Another thread that has met the kernel meanwhile gets the error instead of waiting for ever."""
-    from flce_ops.support.vendor import H200
     from flce_ops.triton.launch import ahead
+
+    from flce_ops.support.vendor import H200
 
     jitted, compiled = traced
     kernel = jitted("sum_losses_kernel")
@@ -489,9 +495,8 @@ def test_one_kernel_at_a_time_makes_its_ir():
 
 
 def test_tritons_digest_of_itself_is_kept_as_long_as_its_files_stay(tmp_path, monkeypatch):
-    from triton.runtime import cache
-
     from flce_ops.triton.launch import once
+    from triton.runtime import cache
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     file, digests = tmp_path / "triton" / "runtime" / "cache.py", []
@@ -558,8 +563,9 @@ def test_a_call_goes_on_where_compiling_ahead_fails(gpu, caplog):
 
 def test_calls_of_one_head_differ_in_no_more_than_tokens():
     """A head whose kernels are compiled is recognised, whatever the number of tokens."""
-    from flce_ops.meta.arguments import WithGrad
     from flce_ops.triton.launch.ahead import head_of
+
+    from flce_ops.meta.arguments import WithGrad
 
     def head(tokens, hidden=16, **options):
         operands = torch.randn(tokens, hidden), torch.randn(31, hidden), torch.zeros(tokens, dtype=torch.int64)

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from flce_ops.triton.steps.overlay import overlay_chunk, scratch_of, slice_tiles
 from reference_loss import error
 from test_triton_interpreter import assert_close, assert_one_pass, double, operands
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from flce_ops import aten
 from flce_ops.triton.gemm import device
 from flce_ops.triton.steps import backward, chunking, chunks, forward, gradients, one_pass_step, overlay
 from flce_ops.triton.steps.chunking import best_chunking, problem_of
-from flce_ops.triton.steps.overlay import overlay_chunk, scratch_of, slice_tiles
 
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU here: tests/objectives/test_numerics.py", allow_module_level=True)

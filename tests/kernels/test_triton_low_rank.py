@@ -12,8 +12,9 @@ from flce_ops.meta.arguments import LowRankWithGrad
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.steps.chunks import small_bytes
 from flce_ops.triton.steps.low_rank_with_grad import LowRankStep, launch_low_rank_with_grad
+
+from flce_ops.triton.steps.chunks import small_bytes
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter's bfloat16 dots are wrong

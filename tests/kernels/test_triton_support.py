@@ -4,13 +4,13 @@
 
 import pytest
 import torch
+from flce_ops.math.support import PaddedIds
 from fresh_process import run_script
 from inputs import scalars
 from reference_loss import error
 from reference_support import draw
 
 from flce_ops.aten import support as in_aten
-from flce_ops.math.support import PaddedIds
 from flce_ops.triton.sparse import gather_sums
 from flce_ops.triton.sparse import support as in_triton
 

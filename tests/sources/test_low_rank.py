@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from flce_ops.aten.low_rank import low_rank_with_grad
 from functorch.compile import make_boxed_func
 from inputs import make_inputs
 from reference_loss import error, reference_loss
@@ -20,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
 from flce_ops import decompositions
-from flce_ops.aten.low_rank import low_rank_with_grad
 
 flce = torch.ops.flce
 entry = flce.linear_cross_entropy_low_rank

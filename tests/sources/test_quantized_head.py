@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from flce_ops.distributed.class_slices import QuantizedHead, packed_state
 from reference_loss import error
 from test_memory import SMALL_CHANGE, MiB, peak_on_cpu
 from test_tensor_kinds import Quantized
 from torch import nn
 
 import flce_ops
-from flce_ops.distributed.class_slices import QuantizedHead, packed_state
 
 N, D, V = 37, 64, 1021
 
