@@ -74,6 +74,8 @@ def forward_of_head(module: nn.Module) -> BoundForward:
 def find_head(model: PreTrainedModel) -> None:
     """Notes in the model and in its containers where the head is."""
     head = model.get_output_embeddings()
+    if head is None:
+        head = getattr(model, "lm_head", None)
     path = next((name for name, module in model.named_modules() if module is head), None)
     if path is None:
         raise NotImplementedError(f"{type(model).__name__}: expected an output embedding, got {head!r}; {ALONE}")
