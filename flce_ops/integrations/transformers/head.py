@@ -130,7 +130,8 @@ def classes_of(head: nn.Module) -> int:
     innermost = list(makers_of_logits(head))[-1]
     for module in innermost.modules():
         if isinstance(module, nn.Linear):
-            return module.out_features
+            # a sharded weight has fewer rows, and one that is tied to a longer embedding has more
+            return max(module.out_features, module.weight.shape[0] if module.weight.dim() == 2 else 0)
     raise NotImplementedError(f"expected the output embedding to be an nn.Linear, got {innermost!r}; {ALONE}")
 
 

@@ -171,16 +171,14 @@ class Logits:
         count = normalizer
         if isinstance(count, Tensor):
             normalizer = count.to(self.device).reshape(())
-        loss = Loss(
-            self.steps,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            label_smoothing=label_smoothing or self.call.label_smoothing,
-            weight=weight,
-            metrics=self.call.metrics,
-            gradient_threshold=self.call.gradient_threshold,
-        )
+        options = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "normalizer": normalizer,
+            "label_smoothing": label_smoothing or self.call.label_smoothing,
+            "weight": weight,
+        }
+        loss = Loss(self.steps, self.shape[-1], self.call.metrics, self.call.gradient_threshold, options)
         labels = target.reshape(self.hidden.shape[:-1]).to(self.device)
         # by name, because hooks of tensor parallelism drop all positional arguments but the first
         found = self.head(self.hidden, target=labels, loss=loss)

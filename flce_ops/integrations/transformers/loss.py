@@ -32,20 +32,28 @@ class Loss:
     it alone.
     """
 
-    def __init__(self, steps: tuple[Step, ...], *, metrics: Metrics, gradient_threshold: float, **options: Any) -> None:
-        self.steps, self.metrics, self.gradient_threshold = steps, metrics, gradient_threshold
-        self.options = options  # of linear_cross_entropy
+    def __init__(
+        self,
+        steps: tuple[Step, ...],
+        classes: int,  # after the steps
+        metrics: Metrics,
+        gradient_threshold: float,
+        options: dict[str, Any],  # of linear_cross_entropy
+    ) -> None:
+        self.steps, self.classes, self.metrics = steps, classes, metrics
+        self.gradient_threshold, self.options = gradient_threshold, options
 
     def after(self, steps: tuple[Step, ...]) -> "Loss":
         """The same loss of logits that get these steps first."""
-        options = {"metrics": self.metrics, "gradient_threshold": self.gradient_threshold, **self.options}
-        return Loss((*steps, *self.steps), **options)
+        return Loss((*steps, *self.steps), self.classes, self.metrics, self.gradient_threshold, self.options)
 
     def of(self, logits: "Affine", target: Tensor) -> Tensor:
         for name, args in self.steps:
             logits = getattr(logits, name)(*args)
         if logits.inside_tanh is not None:
             refuse("a tanh that is not part of a softcap")
+        if logits.weight.shape[0] != self.classes:
+            raise ValueError(f"expected the head to have {self.classes} classes, got {tuple(logits.weight.shape)}")
         names, input = self.metrics.names, plain(logits.input)
         result: Any = linear_cross_entropy(
             input,
