@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from ...entry.shifted_target import next_labels
 from .head import STAND_IN, find_head, makers_of_logits, modules_that_see_logits, prepare_head
 from .instance_forward import BoundForward, has_another_forward, is_replaced, replace_forward, restore_forward
-from .logits import ALONE, Call, Logits
+from .logits import ADVICE, Call, Logits
 from .no_logits import LOGITS_NOT_COMPUTED
 from .output_hooks import wants_logits
 from .output_metrics import with_metrics
@@ -146,7 +146,7 @@ def forward_without_logits(cls: type[nn.Module], *, of_instance: bool) -> Callab
         elif call.losses == 0:
             raise NotImplementedError(
                 f"{name}: expected its loss to be a cross-entropy of what its output embedding returns, got a loss by "
-                f"other means; {ALONE}"
+                f"other means; {ADVICE}"
             )
         output = without_logits(output, compute=gives_logits(self))
         return with_metrics(output, call.metrics.found)

@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ...entry.shifted_target import next_labels
 from .instance_forward import BoundForward, is_replaced, replace_forward
-from .logits import ALONE, Call, Logits
+from .logits import ADVICE, Call, Logits
 from .loss import Affine, Hidden, Loss
 
 # D hidden, V vocabulary
@@ -55,7 +55,7 @@ def head_or_loss(
             return loss.of(found, target)
     raise NotImplementedError(
         f"expected the output embedding to be an nn.Linear, or to end in one, got {type(self).__module__}."
-        f"{type(self).__qualname__}, whose result is not input @ weight.T + bias; {ALONE}"
+        f"{type(self).__qualname__}, whose result is not input @ weight.T + bias; {ADVICE}"
     )
 
 
@@ -78,7 +78,7 @@ def find_head(model: PreTrainedModel) -> None:
         head = getattr(model, "lm_head", None)
     path = next((name for name, module in model.named_modules() if module is head), None)
     if path is None:
-        raise NotImplementedError(f"{type(model).__name__}: expected an output embedding, got {head!r}; {ALONE}")
+        raise NotImplementedError(f"{type(model).__name__}: expected an output embedding, got {head!r}; {ADVICE}")
     note_inner(model, path.split("."))
 
 
@@ -132,7 +132,7 @@ def classes_of(head: nn.Module) -> int:
         if isinstance(module, nn.Linear):
             # a sharded weight has fewer rows, and one that is tied to a longer embedding has more
             return max(module.out_features, module.weight.shape[0] if module.weight.dim() == 2 else 0)
-    raise NotImplementedError(f"expected the output embedding to be an nn.Linear, got {innermost!r}; {ALONE}")
+    raise NotImplementedError(f"expected the output embedding to be an nn.Linear, got {innermost!r}; {ADVICE}")
 
 
 # ---------------------------------------------------------------- stand-ins
@@ -204,7 +204,7 @@ class Recorder:
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Logits:  # (..., D) -> (..., V)
         if args or kwargs:
             raise NotImplementedError(
-                f"{self.call.model}: expected its forward to call its head with hidden states alone; {ALONE}"
+                f"{self.call.model}: expected its forward to call its head with hidden states alone; {ADVICE}"
             )
         return Logits(self.head, hidden, (*hidden.shape[:-1], classes_of(self.head)), self.call, hidden.dtype)
 

@@ -24,7 +24,7 @@ from .output_metrics import Metrics
 
 # D hidden, V vocabulary
 
-ALONE = "leave the model unpatched"
+ADVICE = "leave the model unpatched"
 
 
 class Call:
@@ -77,12 +77,14 @@ class Logits:
     def float(self) -> "Logits":
         return self.changed(torch.Tensor.float, (), dtype=torch.float32)
 
-    def to(self, *args: Any, **options: Any) -> "Logits":  # the operator computes in float32 wherever they are
-        dtypes = [value for value in (*args, *options.values()) if isinstance(value, torch.dtype)]
-        if dtypes and not dtypes[0].is_floating_point:
-            self.refuse(f"a cast to {dtypes[0]}")
-        moved = [value for value in (*args, *options.values()) if isinstance(value, (torch.dtype, torch.device))]
-        return self.changed(torch.Tensor.to, tuple(moved[:1]), dtype=dtypes[0] if dtypes else self.dtype)
+    def to(self, *args: Any, **options: Any) -> "Logits":  # the operator computes in float32 on the head's device
+        dtype = self.dtype
+        for value in (*args, *options.values()):
+            if isinstance(value, (Tensor, torch.dtype)):
+                dtype = value.dtype if isinstance(value, Tensor) else value
+        if not dtype.is_floating_point:
+            self.refuse(f"a cast to {dtype}")
+        return self.changed(lambda logits: logits.to(*args, **options), (), dtype=dtype)
 
     def contiguous(self) -> "Logits":
         return self
@@ -103,27 +105,34 @@ class Logits:
     reshape = view
 
     def changed(self, function: Callable, args: tuple, **changes: Any) -> "Logits":
-        kept = {"hidden": self.hidden, "shape": self.shape, "dtype": self.dtype, "steps": self.steps} | changes
+        kept: dict[str, Any] = {
+            "hidden": self.hidden,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "steps": self.steps,
+        } | changes
         return Logits(self.head, call=self.call, made_by=(self, function, args), **kept)
 
     # ------------------------------------------------------------ a part of the tokens, or the first classes
 
     def __getitem__(self, index: Any) -> "Logits":
         parts = list(index) if isinstance(index, tuple) else [index]
-        ellipsis = [at for at, part in enumerate(parts) if part is ...]
-        taken = sum(part.dim() if is_mask(part) else 1 for part in parts if part is not ...)
-        last = slice(None)
-        if (ellipsis and ellipsis[-1] < len(parts) - 1) or taken == self.ndim:  # the last part is that of the classes
-            last = parts.pop()
-        if not isinstance(last, slice) or last.start not in (None, 0) or last.step not in (None, 1):
-            self.refuse("an index of classes")
-        of_rows = tuple(parts) if ellipsis else (*parts, ...)
         if any(part is None for part in parts):
             self.refuse("an index with None")
-        hidden = self.hidden.reshape(*self.shape[:-1], self.hidden.shape[-1])
-        hidden = hidden[(*of_rows, slice(None)) if ellipsis and len(parts) < len(index) else of_rows]
-        classes = len(range(self.shape[-1])[last])
-        steps = self.steps if last == slice(None) else (*self.steps, ("first_classes", (classes,)))
+        ellipsis = [at for at, part in enumerate(parts) if part is ...]
+        taken = sum(part.dim() if is_mask(part) else 1 for part in parts if part is not ...)
+        of_classes: Any = slice(None)
+        of_rows = [*parts] if ellipsis else [*parts, ...]
+        if (ellipsis and ellipsis[0] < len(parts) - 1) or taken == self.ndim:  # the last part is that of the classes
+            of_classes = parts[-1]
+            of_rows = [*parts[:-1], slice(None)]
+        if not isinstance(of_classes, slice) or of_classes.start not in (None, 0) or of_classes.step not in (None, 1):
+            self.refuse("an index of classes")
+        hidden = self.hidden.reshape(*self.shape[:-1], self.hidden.shape[-1])[tuple(of_rows)]
+        classes, steps = self.shape[-1], self.steps
+        if of_classes.stop is not None:
+            classes = len(range(classes)[of_classes])
+            steps = (*steps, ("first_classes", (classes,)))
         shape = (*hidden.shape[:-1], classes)
         return self.changed(operator.getitem, (index,), hidden=hidden, shape=shape, steps=steps)
 
@@ -185,12 +194,17 @@ class Logits:
         if found.shape != (labels.shape if reduction == "none" else ()):
             raise RuntimeError(
                 f"{self.call.model}: expected its head to return a loss of shape (), got {tuple(found.shape)}: "
-                f"something around its forward drops the targets; {ALONE}"
+                f"something around its forward drops the targets; {ADVICE}"
             )
         self.call.losses += 1
         if reduction == "none":
             return found.reshape(target.shape)
         return found.reshape(count.shape) if isinstance(count, Tensor) else found
+
+    def __eq__(self, other: object) -> NoReturn:
+        self.refuse("`==`")
+
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -200,7 +214,7 @@ class Logits:
     def refuse(self, what: str) -> NoReturn:
         raise NotImplementedError(
             f"{self.call.model}: its forward uses its logits for something that flce_ops cannot do without them: "
-            f"{what}; {ALONE}"
+            f"{what}; {ADVICE}"
         )
 
     @classmethod

@@ -3,7 +3,8 @@
 `Loss` is what the model asks of the head: the steps that it applies to the logits, and the options of its
 cross-entropy. `Affine` is what the head has: its input and its weight. A step changes scale, bias, softcap or weight.
 
-A head that is more than nn.Linear runs its own forward on `Hidden`, its input, for which F.linear makes an `Affine`. So PEFT's adapters are what PEFT computes:
+A head that is more than nn.Linear runs its own forward on `Hidden`, its input, for which F.linear makes an `Affine`. So
+PEFT's adapters are what PEFT computes:
 
     base_layer(x) + lora_B(lora_A(dropout(x))) * scaling       inputs beside each other: [x, s A x], [W, B]
     F.linear(x, W with rows replaced)                          trainable tokens
@@ -11,6 +12,7 @@ A head that is more than nn.Linear runs its own forward on `Hidden`, its input, 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +57,8 @@ class Loss:
         if logits.weight.shape[0] != self.classes:
             raise ValueError(f"expected the head to have {self.classes} classes, got {tuple(logits.weight.shape)}")
         names, input = self.metrics.names, plain(logits.input)
-        result: Any = linear_cross_entropy(
+        of_head: Callable[..., Any] = linear_cross_entropy
+        result = of_head(
             input,
             logits.weight,
             target,

@@ -24,7 +24,7 @@ from .forward import (
     prepare,
     restore,
 )
-from .logits import ALONE
+from .logits import ADVICE
 from .trainer import announce_to_models
 
 Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
@@ -70,7 +70,9 @@ def patch(
         model_or_class.
 
     Raises:
-        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head.
+        NotImplementedError: the model has no output embedding, or its forward takes no labels or was replaced. The
+            first loss raises it, too, if it needs the logits: for another operation than a scale, a softcap, a bias,
+            a choice of tokens and a cross-entropy, or for a head that is no linear layer.
         TypeError: not a Transformers model.
         ValueError: an unknown metric, a gradient_threshold outside [0, 1), or a label_smoothing outside [0, 1].
     """
@@ -157,7 +159,7 @@ def patch_class(cls: type[nn.Module]) -> None:
 
 def check_labels(cls: type[nn.Module]) -> None:
     if "labels" not in inspect.signature(original_of(cls)).parameters:
-        raise NotImplementedError(f"{cls.__name__}: its forward takes no labels; {ALONE}")
+        raise NotImplementedError(f"{cls.__name__}: its forward takes no labels; {ADVICE}")
 
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
