@@ -295,6 +295,26 @@ def test_compiles_as_one_graph(name):
     check_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])  # a softcap becomes a symbol
+def test_compiles_once_for_several_sizes_of_a_batch(name):
+    model = patch(make_model(name, use_cache=False))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    for sequences in (2, 3, 5):
+        batch = make_batch(sequences)
+        torch.testing.assert_close(compiled(**batch).loss, model(**batch).loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ESM, transform and bias", "T5, scaled before its tied head"])
+def test_a_model_that_makes_its_cross_entropy_compiles_with_a_graph_break(name):
+    """torch traces nn.CrossEntropyLoss() by itself, and then takes tensors alone."""
+    model, batch = make_model(name, use_cache=False), make_batch()
+    expected = loss_and_gradients(model, **batch)
+    compiled = torch.compile(patch(model), backend="eager")
+    check_same(loss_and_gradients(compiled, **batch)[:1] + ({},), expected[:1] + ({},))
+    check_same(loss_and_gradients(model, **batch), expected)
+
+
 def test_a_patched_class_compiles_as_one_graph_after_a_first_loss_in_eager_mode():
     model, batch = make_model("Mistral"), make_batch() | {"use_cache": False}
     expected = model(**batch).loss

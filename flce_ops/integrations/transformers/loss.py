@@ -223,7 +223,7 @@ def plain(value: Any) -> Any:
 
 
 def checked_scale(factor: Any) -> Any:
-    if isinstance(factor, Tensor) or (isinstance(factor, (int, float)) and math.isfinite(factor) and factor != 0):
+    if isinstance(factor, Tensor) or (isinstance(factor, (int, float)) and 0 < abs(factor) < math.inf):
         return factor
     return refuse(f"a scale that is no finite number other than 0: {factor!r}")
 
