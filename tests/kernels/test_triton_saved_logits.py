@@ -16,7 +16,6 @@ from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
 from flce_ops.triton.gemm import backends
 from flce_ops.triton.gemm.device import tiles_for
-
 from flce_ops.triton.steps.quantized_logits import quantize, quantized_of
 
 pytestmark = [

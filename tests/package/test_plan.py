@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from flce_ops.plan.__main__ import main
+from flce_ops.plan.seconds import seconds
 from fresh_process import run_script
 from inputs import make_inputs
 from test_memory import peak_on_cpu
@@ -19,8 +21,6 @@ import flce_ops
 from benchmarks.data import is_usual
 from flce_ops import aten
 from flce_ops.plan import Head, device_of, plan, step_cost
-from flce_ops.plan.__main__ import main
-from flce_ops.plan.seconds import seconds
 
 MiB = 1 << 20
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"
