@@ -16,7 +16,6 @@ from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
 from flce_ops.triton.gemm import backends
 from flce_ops.triton.gemm.device import tiles_for
-
 from flce_ops.triton.steps.quantized_logits import quantize, quantized_of
 
 pytestmark = [
@@ -64,8 +63,8 @@ def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
         assert dtype == torch.float32 or error(ours, right) <= 1.3 * error(made_again, right)
 
 
-def test_forward_and_backward_in_slices(poisoned_memory):
-    """Forward's chunks end where the saved rows end. Backward's ranges contain saved and recomputed rows."""
+def test_forward_and_backward_in_chunks(poisoned_memory):
+    """Forward's chunks end where the saved rows end. Backward's chunks contain saved and recomputed rows."""
     args, cotangents, truth = case((450, 20, 300), torch.float32, "alms")
     with flce_ops.workspace(1):
         rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=200)
@@ -211,13 +210,3 @@ def test_what_holds_no_logit_is_zeros(poisoned_memory):
     tiles = -(-301 // tiles_for(x).block_n)
     assert (retained[35:] == 0).all() and (retained[:35, :301] != 0).any(1).all()
     assert (retained[:35, 301:304] == 0).all() and (retained[:35, 304 + 2 * tiles :] == 0).all()
-
-
-@pytest.mark.parametrize("num_classes", [257, 50257, 128256, 151669])
-def test_slices_of_backward_begin_where_a_tile_of_the_logits_does(num_classes):
-    """A tile has 256 classes on a GPU, with a maximum for each tile."""
-    for nbytes in (1 << 20, 64 << 20, 300 << 20, 512 << 20):
-        with flce_ops.workspace(nbytes):
-            for rows in (100, 1000, 8192):
-                _, columns = gradient_slices(rows, 2048, num_classes, 2, 0, want_input=True)
-                assert all(cols.start % 256 == 0 for cols in columns) and columns[-1].stop == num_classes
