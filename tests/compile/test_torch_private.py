@@ -356,23 +356,6 @@ def test_a_value_registered_without_leaves_is_kept_by_maps_over_tensors():
     assert doubled == {"loss": 6, "marker": marker}
 
 
-def test_a_dispatch_mode_of_code_that_is_not_traced_does_not_import_the_compiler():
-    done = run_script(
-        "import sys, torch\n"
-        "from flce_ops.support.torch_private import UncompiledDispatchMode\n"
-        "class Count(UncompiledDispatchMode):\n"
-        "    calls = 0\n"
-        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
-        "        self.calls += 1\n"
-        "        return func(*args, **(kwargs or {}))\n"
-        "with Count() as count:\n"
-        "    torch.empty(3)\n"
-        "assert count.calls == 1\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_no_other_file_reads_private_names():
     """Exceptions: torch.compile's own module, operators by their type, and functional collectives. They have no public
     name.
