@@ -55,6 +55,7 @@ torch._functorch.config.enable_autograd_cache = False
 
 if not torch.cuda.is_available():
     interpreter.remember_what_is_patched()
+    interpreter.demand_boolean_masks()
 
 # Every run has a new seed. It is in the environment, so that xdist's workers and the tests' own processes use the same
 # one.

@@ -200,7 +200,10 @@ def choice_of(op: str, facts: CallFacts) -> Choice:
 def function(kernel: str) -> Callable:
     module, name = kernel.split(":")
     found = getattr(importlib.import_module(module, PACKAGE), name)
-    return getattr(found, "of_call", found)
+    run = getattr(found, "of_call", found)
+    if not module.startswith(".triton"):
+        return run
+    return importlib.import_module(".triton.first_call", PACKAGE).compiled_first(run)
 
 
 @functools.cache
