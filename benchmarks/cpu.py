@@ -21,7 +21,7 @@ from .data import Problem, make_problem
 from .errors import errors_of, make_reference
 from .memory import MIB, peak_bytes
 from .modes import MODES, Step, prepare, step_of
-from .report import Report, environment, say
+from .report import KeepingReport, environment, say
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
@@ -104,9 +104,9 @@ def _step(name: str, problem: Problem) -> Step:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=__doc__)
-    parser.add_argument("--shapes", default="2048x512x32000")
+    parser.add_argument("--shapes", default="2048x512x32000,1024x512x32000")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--providers", default="ours,ours_6MiB", help="next to dense; torch_chunked takes minutes")
+    parser.add_argument("--providers", default="ours,ours_6MiB,torch_chunked", help="next to dense")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ms", type=float, default=4000)
     parser.add_argument("--threads", type=int, default=None, help="torch's own choice when not given")
@@ -118,19 +118,19 @@ def main(argv: Sequence[str] | None = None) -> Path:
         torch.set_num_threads(options.threads)
 
     here = environment(torch.device("cpu"), options.commit)
-    report = Report(options.out / here.slug / f"{options.name}.csv")
-    say(f"{here.gpu}, {torch.get_num_threads()} threads, torch {here.torch}, commit {here.commit} -> {report.path}")
+    path = options.out / here.slug / f"{options.name}.csv"
+    say(f"{here.gpu}, {torch.get_num_threads()} threads, torch {here.torch}, commit {here.commit} -> {path}")
     names = providers.choose(options.providers)
     for shape in parse_shapes(options.shapes):
         for dtype in options.dtypes.split(","):
             rows = measure(
                 shape, getattr(torch, dtype), names, rounds=options.rounds, ms=options.ms, commit=options.commit
             )
-            report.add(rows)
+            KeepingReport(path, **shape._asdict(), dtype=dtype).add(rows)
             say(f"\n{shape} {dtype}          ms  x dense      MiB  x dense   beyond   err dX   err dW")
             for row in rows:
                 say(_line(row))
-    return report.path
+    return path
 
 
 def _line(row: CpuRow) -> str:

@@ -16,15 +16,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import flce_ops
 
+from .command import command, report_of
 from .data import Problem, make_problem
-from .report import Environment, Report, environment, say, table_of
+from .report import Environment, environment, say, table_of
 from .shapes import Shape, parse_shapes
 
 # N tokens, D hidden, V vocabulary
@@ -128,17 +128,10 @@ def table(rows: Sequence[HeadRow]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.float32_head", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
-    parser.add_argument("--dtypes", default=DTYPES)
-    parser.add_argument("--seed", type=int, default=1, help="of the data")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser = command("float32_head", __doc__, shapes=SHAPES, dtypes=DTYPES, seed=1)
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
+    device, report = torch.device(options.device), report_of("float32_head", options)
     torch.backends.cuda.matmul.allow_tf32 = False
-    report = Report(options.out / environment(device).slug / "float32_head.csv")
     for shape in parse_shapes(options.shapes):
         for dtype in options.dtypes.split(","):
             rows = measure(shape, getattr(torch, dtype), device, options)

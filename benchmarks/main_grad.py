@@ -11,22 +11,22 @@ peak_MiB excludes only the input and the weight: it includes the buffer, or .gra
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import flce_ops
 
+from .command import command, report_of
 from .data import Problem, make_problem
 from .memory import MIB, peak_bytes
-from .report import Environment, Report, environment, say
-from .shapes import Shape
+from .report import Environment, environment, say, table_of
+from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
 # N tokens of a micro-batch, D hidden, V vocabulary
 
-SHAPES = (Shape(2048, 4096, 128256), Shape(1024, 4096, 128256))
+SHAPES = "2048x4096x128256,1024x4096x128256"
 MICRO_BATCHES = 8
 # runs forward and backward for input, linear_weight, target
 LossOfMicroBatch = Callable[[Tensor, Tensor, Tensor], None]
@@ -132,26 +132,16 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
 
 
 def table(rows: Sequence[MainGradRow]) -> str:
-    lines = [f"{'provider':26}{'ms':>9}{'+-':>7}{'MiB':>8}{'err dw':>10}"]
-    lines += [f"{r.provider:26}{r.ms:9.2f}{r.spread:7.1%}{r.peak_MiB:8.0f}{r.err_dw:10.1e}" for r in rows]
-    return "\n".join(lines)
+    columns = [("ms", 9, ".2f"), ("spread", 8, ".1%"), ("peak_MiB", 10, ".0f"), ("err_dw", 10, ".1e")]
+    return table_of(rows, columns, heading="provider", width=26, name_of=lambda row: row.provider)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.main_grad", description=__doc__)
-    parser.add_argument("--shapes", default="", help="NxDxV of a micro-batch, with commas")
+    parser = command("main_grad", __doc__, shapes=SHAPES, dtype="bfloat16", rounds=3, ms=800.0)
     parser.add_argument("--providers", default=",".join(PROVIDERS))
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=800, help="back-to-back time of a provider in a round")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    shapes = [Shape(*map(int, text.split("x"))) for text in options.shapes.split(",")] if options.shapes else SHAPES
-    report = Report(options.out / environment(device).slug / "main_grad.csv")
-    for shape in shapes:
+    device, report = torch.device(options.device), report_of("main_grad", options)
+    for shape in parse_shapes(options.shapes):
         rows = measure(shape, device, options)
         report.add(rows)
         say(f"{MICRO_BATCHES} x {shape} {options.dtype}\n{table(rows)}")

@@ -12,7 +12,6 @@ the CSV as soon as it is measured.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 
+from .command import command
 from .data import Problem, make_problem
 from .errors import poison
 from .objective_formulas import Objective, Results, metrics_of_dense, metrics_of_ours, objectives_of
@@ -195,12 +195,9 @@ def join_ranks(device: torch.device) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser("python -m benchmarks.objective_errors", description=__doc__)
+    parser = command("objective_errors", __doc__)
     parser.add_argument("--shape", default=None, help="NxDxV")
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 18))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     device, of_ranks = torch.device(options.device), "LOCAL_RANK" in os.environ
     (shape,) = parse_shapes(options.shape or SHAPES[device.type])

@@ -21,11 +21,12 @@ from typing import NamedTuple
 import torch
 
 from . import providers
+from .command import command, report_of
 from .data import make_problem
 from .errors import make_reference
 from .modes import METRICS, MODES, Mode, prepare
-from .report import Environment, Report, Row, environment, say, table
-from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
+from .report import Environment, Row, environment, reason_of, say, table
+from .run import empty_row, note_time, one_compilation_per_shape, set_up, tidy
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
@@ -46,6 +47,8 @@ LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # all bfloat16: (mode, provi
     ("softcap_smoothing", ("ours", "torch_compile")),
     ("kl_forward", ("floor", "ours", "torch_compile", "liger")),
     *((f"kl_{kind}", ("ours", "torch_compile", "liger")) for kind in ("reverse", "jsd")),
+    *((f"kl_{kind}", ("ours",)) for kind in ("tv", "nla")),
+    *((name, ("ours",)) for name in ("invariant", "invariant_log_probs")),
 )
 IN_FLOAT16 = ("fwd_bwd", "none", "log_probs")
 
@@ -143,16 +146,8 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser("python -m benchmarks.objectives", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
-    parser.add_argument("--providers", default="*", help="names or patterns, with commas")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--ms", type=float, default=120, help="back-to-back time of a step in a round")
+    parser = command("objectives", __doc__, shapes=SHAPES, providers="*", rounds=4, ms=120.0, seed=1)
     parser.add_argument("--processes", type=int, default=10, help="that compile at a time before anything is timed")
-    parser.add_argument("--seed", type=int, default=1, help="of the data")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     started, device = time.time(), torch.device(options.device)
     one_compilation_per_shape()
@@ -161,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         compile_first(shapes, units, device, options)
         say(f"{time.time() - started:.0f} s: compiled")
     gc.freeze()  # a garbage collection of what the imports left would take a quarter of a second in each step
-    here = environment(device, options.commit)
-    report = Report(options.out / here.slug / "objectives.csv")
+    here, report = environment(device, options.commit), report_of("objectives", options)
     for shape in shapes:
         rows = measure(shape, units, device, here, options)
         report.add(rows)

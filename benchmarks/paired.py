@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import loads
+from .command import command
 from .data import IGNORED, PRIORS
 from .report import REPOSITORY, Environment, Report, commit_of, environment, say, table_of
 from .shapes import Shape, parse_shapes
-from .timing_arguments import timing_arguments
 
 # N tokens, D hidden, V vocabulary
 
@@ -209,7 +209,7 @@ def table(rows: Sequence[PairedRow]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> Path | None:
-    parser = timing_arguments("paired", __doc__, shapes="", rounds=7, ms=100)
+    parser = command("paired", __doc__, shapes="", dtype="bfloat16", rounds=7, ms=100.0, seed=1)
     parser.add_argument("--against", type=Path, help="another checkout, or sources of a commit without their .git")
     parser.add_argument("--against-commit", help="its commit, where it has no .git")
     parser.add_argument("--modes", default="log_probs,fwd_bwd")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .providers.unavailable import Unavailable
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -133,6 +135,15 @@ def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def reason_of(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"[:200]
+
+
 COLUMNS = (  # (heading, width, cell)
     ("provider", -17, lambda row: row.provider),
     ("ms", 9, lambda row: _cell(row.ms, ".2f")),
@@ -149,7 +160,7 @@ COLUMNS = (  # (heading, width, cell)
 
 
 def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return "" if value is None else format(value, form) if form else str(value)
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -180,7 +191,7 @@ def table_of(
     lines = [heading.ljust(width) + "".join(column.rjust(wide) for column, wide, _ in columns)]
     for row in rows:
         cells = "".join(_cell(getattr(row, column), form).rjust(wide) for column, wide, form in columns)
-        lines.append(f"{name_of(row).ljust(width)}{cells}  {row.reason}".rstrip())
+        lines.append(f"{name_of(row).ljust(width)}{cells}  {getattr(row, 'reason', '')}".rstrip())
     return "\n".join(lines)
 
 

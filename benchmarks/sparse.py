@@ -24,17 +24,18 @@ import torch
 
 from . import providers, run
 from .__main__ import trained
+from .command import command, place, report_of
 from .data import PRIORS, Problem, load_problem, make_problem, shape_of
 from .entries import entries_kept
 from .modes import MODES
-from .report import REPOSITORY, Report, Row, environment, say
+from .report import Row, say
 from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 
 SHAPES = "8192x4096x128256,8192x1024x50304"
 NOISE = (1.75, 6.0, 16.0)  # for losses of about 6.6, 2.0 and 0.5
 FLAT = 1.0
-PROVIDERS = "floor,ours,ours_sparse_*,ours_drop_12,ours_tiles_*,torch_compile,cce,cce_kahan_full_c"
+PROVIDERS = "floor,ours,ours_sparse_*,ours_drop_12,torch_compile,cce,cce_kahan_full_c"
 SAMPLE = 512  # tokens whose entries are counted
 
 
@@ -43,22 +44,6 @@ class SparseRow(Row):
     # mean number of entries that a token keeps, with independent draws, at 2^-10; and at 2^-12
     entries_10: float | None = None
     entries_12: float | None = None
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.sparse", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--data", type=trained, action="append", default=[], help="trained:PATH, measured first")
-    parser.add_argument("--providers", default=PROVIDERS)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ms", type=float, default=150, help="of each provider a round")
-    parser.add_argument("--budget-s", type=float, default=140)
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--commit", default=None)
-    return parser.parse_args(argv)
 
 
 def problems(options: argparse.Namespace) -> list[tuple[Shape, dict]]:
@@ -72,12 +57,14 @@ def problems(options: argparse.Namespace) -> list[tuple[Shape, dict]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    options = parse(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    defaults = {"shapes": SHAPES, "providers": PROVIDERS, "rounds": 2, "ms": 150.0, "dtype": "bfloat16"}
+    parser = command("sparse", __doc__, **defaults)
+    parser.add_argument("--data", type=trained, action="append", default=[], help="trained:PATH, measured first")
+    parser.add_argument("--budget-s", type=float, default=140)
+    parser.add_argument("--seed", type=int, default=None, help="of the data; fresh when not given")
+    options = parser.parse_args(argv)
     one_compilation_per_shape()
-    here = environment(device, options.commit)
-    report = Report(options.out / here.slug / "sparse.csv")
-    started = time.time()
+    (device, here), report, started = place(options), report_of("sparse", options), time.time()
 
     def spent() -> float:
         return time.time() - started

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.training_plot CSV`: a PNG from what `python -m benchmarks.training` wrote, and from nothing
-else.
+"""The figure of what `python -m benchmarks.training` wrote, for benchmarks.docs_figures.
 
 Left: the training loss, one line for each run. Middle: its difference from the exact run of the same seed, which has
 the same batches, one line for each setting: the mean over seeds and over 100 steps. Right: the same for held-out losses
@@ -9,23 +8,16 @@ mean.
 
 from __future__ import annotations
 
-import argparse
-import csv
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from .plot import OTHERS, OURS
+from .tables.markdown import rows_of
 from .tables.training import EXACT, LABELS
 
 COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
 SMOOTH = 5  # points
 LOSSES = {"held_out_loss": "all tokens", "rare_loss": "rarest 10 %", "rarest_loss": "rarest 1 %"}
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def draw(plt, path: Path):
@@ -87,21 +79,3 @@ def draw(plt, path: Path):
         fontsize=9,
     )
     return figure
-
-
-def main(argv: Sequence[str] | None = None) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    parser = argparse.ArgumentParser("python -m benchmarks.training_plot", description=__doc__)
-    parser.add_argument("csv", type=Path)
-    path = parser.parse_args(argv).csv
-    written = path.with_suffix(".png")
-    draw(plt, path).savefig(written, dpi=140)
-    return written
-
-
-if __name__ == "__main__":
-    print(main())

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,8 +121,8 @@ class Run(NamedTuple):
     operand_rows: int
 
 
-def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict], None]) -> None:
-    """Sends a point of the curve every LOGGED steps, then the results of the run."""
+def run(chosen: Run, device: torch.device, seconds: float) -> tuple[list[dict], dict]:
+    """Returns a point of the curve for every LOGGED steps, and the results of the run."""
     from safetensors.torch import load_file
 
     if device.type == "cuda":
@@ -155,7 +155,7 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
             write(path, found, setting=chosen.setting, seed=chosen.seed, **facts)
 
     keep_operands("initial")
-    send({"step": 0} | losses_by_rarity() | entries())
+    points = [{"step": 0} | losses_by_rarity() | entries()]
     times: list[float] = []  # seconds of each step
     at, since = 0, time.perf_counter()
 
@@ -163,7 +163,7 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
         nonlocal at, since
         times.append((time.perf_counter() - since) / (step - at))
         evaluated = losses_by_rarity() | entries() if step % chosen.evaluate == 0 or step == chosen.steps else {}
-        send({"step": step, "loss": loss} | evaluated)
+        points.append({"step": step, "loss": loss} | evaluated)
         at, since = step, time.perf_counter()
 
     draws = torch.tensor(chosen.seed << 32, device=device)
@@ -180,21 +180,15 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
     )
     keep_operands("trained", steps=steps)
     losses, targets = held_out_losses(model, tokens["held_out"], size, chosen.held_out)
-    send(
+    groups = [
         {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "steps": steps,
-            "step_ms": 1e3 * statistics.median(times),
-            "loss": loss,
-            "groups": [
-                {
-                    "least_count": least,
-                    "classes": int(classes.sum()),
-                    "tokens": int(classes[targets].sum()),
-                    "held_out_loss": mean_of(losses, classes[targets]),
-                }
-                for least, classes in rarity.groups()
-            ],
+            "least_count": least,
+            "classes": int(classes.sum()),
+            "tokens": int(classes[targets].sum()),
+            "held_out_loss": mean_of(losses, classes[targets]),
         }
-        | losses_by_rarity()
-    )
+        for least, classes in rarity.groups()
+    ]
+    end = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "steps": steps, "loss": loss}
+    end |= {"step_ms": 1e3 * statistics.median(times), "groups": groups}
+    return points, end | losses_by_rarity()

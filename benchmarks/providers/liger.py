@@ -4,7 +4,6 @@ liger                  Triton; gradients made in forward, one chunk of rows at a
 liger_fp32             the same with accum_dtype=torch.float32
 liger_cutedsl          CuTe DSL: holds all logits, overwrites them with the gradient; dX in each forward, dW in backward
 liger_cutedsl_scaled   CuTe DSL, losses per token: stores no logits, recomputes them in backward; the mean is outside
-liger_cutile           cuTile, holds all logits; projection and dX by torch.mm
 
 Each is imported from its own file, because liger_kernel.transformers needs the transformers library. LIGER_KERNEL_IMPL,
 which chooses among them, makes liger_kernel.ops take the Blackwell path of CuTe DSL on every GPU.
@@ -28,7 +27,6 @@ OPS = "liger_kernel.ops"
 NEEDS = {  # module: the distribution that installs it
     "cutlass": "nvidia-cutlass-dsl",
     "cuda.bindings": "cuda-python",
-    "cuda.tile": "cuda-tile[tileiras]",
 }
 
 
@@ -39,7 +37,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         return step_of(_divergence(problem, mode.kind), problem, mode)
     if name in ("liger", "liger_fp32"):
         return step_of(_triton(name, mode), problem, mode)
-    make_loss = {"liger_cutedsl": _cutedsl, "liger_cutedsl_scaled": _cutedsl_scaled, "liger_cutile": _cutile}[name]
+    make_loss = {"liger_cutedsl": _cutedsl, "liger_cutedsl_scaled": _cutedsl_scaled}[name]
     if problem.input.device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         raise Unavailable("needs a Hopper GPU")
     if problem.input.dtype != torch.bfloat16:
@@ -102,20 +100,6 @@ def _cutedsl_scaled(problem: Problem, mode: Mode) -> Loss:
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         losses = fused(input, linear_weight, target, 1.0, IGNORE_INDEX)
         return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
-
-    return loss
-
-
-def _cutile(problem: Problem, mode: Mode) -> Loss:
-    if mode.per_token:
-        raise Unavailable("mean and sum only")
-    _need("cuda.tile")
-    function = importlib.import_module(f"{OPS}.cutile.ops.fused_linear_cross_entropy")
-    fused = function.LigerFusedLinearCrossEntropyFunction.apply
-
-    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        value, *_ = fused(input, linear_weight, target, None, None, IGNORE_INDEX, 0.0, 0.0, reduction)
-        return value
 
     return loss
 

@@ -22,10 +22,8 @@ SPARSE = {
     **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
     "ours_drop_12": ("drop", -12),
 }
-BY_MEAN = "_by_mean"  # suffix of a name in SPARSE: with gradient_class_order
-MEAN_OF_TOKENS = 1024
 RETAINED = 4 << 30  # bytes, enough for the logits of all tokens of these shapes
-WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
+WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_6MiB": 6}
 
 
 def _recomputing(loss: Loss, mode: Mode) -> Loss:
@@ -42,22 +40,14 @@ def _recomputing(loss: Loss, mode: Mode) -> Loss:
     return per_token
 
 
-def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
-    """Classes ordered by their mean probability over some tokens, which training would know from earlier steps."""
-    x, w = problem.input.detach()[:MEAN_OF_TOKENS], problem.linear_weight.detach()
-    return (x @ w.T).float().softmax(1).mean(0).argsort(descending=True)
-
-
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
     from flce_ops import linear_cross_entropy
 
     if not mode.backward or mode.per_token or mode.options or mode.kind or mode.name == "soft64":
         raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
-    how, exponent = SPARSE[name.removesuffix(BY_MEAN)]
+    how, exponent = SPARSE[name]
     seed = torch.tensor(problem.seed, device=problem.input.device)
     sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}
-    if name.endswith(BY_MEAN):
-        sparse["gradient_class_order"] = _order_by_mean(problem)
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         return linear_cross_entropy(input, linear_weight, target, reduction=reduction, **sparse)
@@ -122,12 +112,12 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
         if reduction == "log_probs":
-            found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True)
+            found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True, **mode.options)
             return found.log_probs, found.entropy
         result = flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction, **mode.options)
         return result[0] if "return_metrics" in mode.options else result
 
-    if name.removesuffix(BY_MEAN) in SPARSE:
+    if name in SPARSE:
         return _sparse_step(name, problem, mode)
     if mode.kind:
         loss = divergence_in_one_call(problem, mode.kind)

@@ -13,9 +13,11 @@ from .markdown import Rows, markdown, rows_of
 
 OTHERS = {  # provider of a CSV -> its name
     "torch_compile": "torch.compile",
+    "torch_chunked": "torch, chunked",
     "quack_chunked": "QuACK",
     "quack_scaled_exp": "QuACK",
     "liger": "Liger",
+    "liger_loss_alone": "Liger, its loss alone",
     "cce": "Apple CCE",
     "trl": "TRL",
     "verl": "verl",

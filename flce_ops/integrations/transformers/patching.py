@@ -29,6 +29,7 @@ from .instance_forward import (
     replace_forward,
     restore_forward,
 )
+from .liger import check_loss_is_not_ligers
 from .logit_steps import Head
 from .read_head import read_head
 from .trainer import announce_to_models
@@ -76,7 +77,8 @@ def patch(
         model_or_class.
 
     Raises:
-        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head.
+        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head; or
+            Liger-Kernel has replaced the loss.
         TypeError: not a Transformers model.
         ValueError: an unknown metric, a gradient_threshold outside [0, 1), or a label_smoothing outside [0, 1].
     """
@@ -84,10 +86,12 @@ def patch(
     check_threshold("patch", gradient_threshold)
     check_ranges("patch", label_smoothing=label_smoothing)
     if isinstance(model_or_class, type):
+        check_loss_is_not_ligers(model_or_class)
         patch_class(model_or_class)
         patched: nn.Module | type[PreTrainedModel] = model_or_class
     else:
         patched = base_model_of(model_or_class)
+        check_loss_is_not_ligers(patched)
         patch_instance(patched)
     chosen = {
         "eval_logits": eval_logits,
