@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_with_grad
-from flce_ops.triton.gemm import input_gradient
+from flce_ops.support.vendor import Chip
+from flce_ops.triton.gemm import device, input_gradient
 from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES
@@ -27,6 +28,12 @@ from flce_ops.triton.steps.chunks import CHUNKS_MORE, product_bytes, rows_that_f
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The GPU for which the sizes of a plan on meta tensors are chosen."""
+    monkeypatch.setattr(device, "chip_of", lambda of: Chip(90, 132))
 
 
 def valid_tokens_of(count, n, start=0, device="cpu"):
@@ -194,7 +201,7 @@ def test_a_product_takes_no_more_memory_than_its_most_parts():
     [(8192, 4096, 128256), (16384, 896, 151936), (8192, 2304, 256000), (5000, 3072, 50257), (4500, 4096, 128256)],
     ids=str,
 )
-def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace):
+def test_a_cut_takes_every_token_once_in_chunks_that_fit(shape, workspace, h200):
     tokens, hidden, vocab = shape
     input, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (tokens, vocab))
     with flce_ops.workspace(workspace * MiB):
@@ -260,7 +267,7 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens, hidden, vocab", [(8192, 896, 151936), (13000, 4096, 32000), (8192, 2304, 256000)])
-def test_a_few_chunks_more_than_fit_are_taken_where_they_take_fewer_steps(tokens, hidden, vocab):
+def test_a_few_chunks_more_than_fit_are_taken_where_they_take_fewer_steps(tokens, hidden, vocab, h200):
     weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
     problem = problem_of(tokens, weight, [True, True, False])
 
