@@ -174,7 +174,7 @@ KIB = 1 << 10
 
 
 @pytest.mark.exhaustive
-# bytes of shared memory that a block may have: A100, H100 and H200, B200, RTX 5090 (an L40S and an RTX 4090 have as few)
+# bytes of shared memory that a block may have: A100, H100 and H200, B200, RTX 5090; an RTX 4090 has as few as that
 @pytest.mark.parametrize(("card", "limit"), [(80, 163 * KIB), (90, 227 * KIB), (100, 227 * KIB), (120, 99 * KIB)])
 def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, limit):
     done = run_script(ON_META + EVERY_KERNEL, str(card), "8192", "512", "32003", str(limit))
