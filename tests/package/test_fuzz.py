@@ -1,4 +1,4 @@
-"""The fuzzer (tests/fuzz) runs, passes what is right and finds what is wrong. `make nightly` runs thousands of cases."""
+"""The fuzzer (tests/fuzz) passes what is right and finds what is wrong. `make nightly` runs thousands of cases."""
 
 import subprocess
 import sys
