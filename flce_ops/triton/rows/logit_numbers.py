@@ -1,6 +1,7 @@
 """logit_scale and softcap in a kernel."""
 
 import triton
+import triton.language as tl  # noqa: F401  Triton's interpreter looks for it beside each function
 
 from ...math.options import LogitOptions
 from ...objectives.in_triton import number
