@@ -211,3 +211,36 @@ def test_two_steps_import_no_compiler():
     """Importing torch._dynamo takes 3.5 seconds. The second step of every process once had to wait for it."""
     pytest.importorskip("triton")
     assert json.loads(run_fresh(TWO_STEPS)) == []
+
+
+REPLACED = """
+import inspect, os, sys
+os.environ["TRITON_INTERPRET"] = "0"
+import torch, torch.utils.flop_counter, triton, triton.compiler, triton.language, triton.runtime
+
+def code():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "triton"):
+            continue
+        for key, value in list(vars(module).items()):
+            if inspect.isroutine(value) or inspect.isclass(value):
+                found[name, key] = value
+            if inspect.isclass(value) and value.__module__ == name:
+                found |= {(name, key, own): of for own, of in vars(value).items() if inspect.isroutine(of)}
+    return found
+
+before = code()
+import flce_ops, flce_ops.triton, flce_ops.modules, flce_ops.plan
+leaf = torch.randn(65, 32, requires_grad=True)
+flce_ops.linear_cross_entropy(torch.randn(20, 32), leaf, torch.randint(65, (20,))).backward()
+after = code()
+assert len(before) > 10000 and any("JITFunction" in key for key in before)
+print([key for key, value in before.items() if after.get(key) is not value])
+"""
+
+
+def test_no_function_and_no_class_of_torch_or_triton_is_replaced():
+    """For every other user of the process they are what they were."""
+    pytest.importorskip("triton")
+    assert run_fresh(REPLACED) == "[]\n"
