@@ -2,10 +2,10 @@
 # make check  ruff, mypy, the layering, and tests of every part of the package: what to run between edits, 80 seconds
 # make test   ruff, mypy, pytest (the tests marked `gpu` only where CUDA is), of each test a part: 9 minutes
 # make test-all  every test that needs no GPU: what .ci/run calls, 35 minutes
-# make nightly   20,000 random cases on the CPU, 2,000 of the kernels in Triton's interpreter, 10,000 steps of one process
+# make nightly   the tests with new inputs, 20,000 random cases on the CPU, 2,000 of the kernels in the interpreter, 10,000 steps
 # make matrix the core of the tests under the oldest torch and Triton that the package allows, and under the newest
 # make test-gpu the tests that need a GPU, on all cards at once
-# make newest runs the kernels' tests under the newest Triton that the package allows (1 GB more in .venv; Linux)
+# make triton-versions  every kernel in the interpreters of the oldest and the newest Triton that the package allows (Linux)
 # make wheel  builds sdist and wheel into dist/, and tests the wheel in an environment that PYTHON makes: release/smoke.py
 # make deepspeed runs the tests under DeepSpeed's ZeRO-3, which it installs into a folder of its own (Linux)
 # make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
@@ -26,11 +26,14 @@ export OMP_WAIT_POLICY
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed  # stamp: younger than what it was made from, so a second call installs nothing
+# Stamps: younger than what they were made from, so a second call installs nothing. The demo needs torch, NumPy and
+# Matplotlib; every other command adds what the tests need to the same environment.
+DEMO := $(VENV)/.demo
+INSTALLED := $(VENV)/.installed
 
-.PHONY: demo check test test-all test-gpu nightly matrix newest deepspeed wheel docs lint types format toolchain clean
+.PHONY: demo check test test-all test-gpu nightly matrix triton-versions deepspeed wheel docs lint types format toolchain clean
 
-demo: $(INSTALLED) toolchain
+demo: $(DEMO) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
 
 # one or two quick files of each part
@@ -53,7 +56,9 @@ test-all: lint types toolchain
 
 FUZZ_SEED ?= $(shell date +%Y%m%d)
 
+# The date draws the inputs, which are the same on every other run: a failure prints its seed.
 nightly: $(INSTALLED)
+	FLCE_TEST_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_WORKERS) $(PYTEST_ARGS)
 	$(BIN)/python -m tests.fuzz --cases 20000 --workers $$(nproc) --seed $(FUZZ_SEED)
 	$(BIN)/python -m tests.fuzz --hypothesis --cases 2000 --seed $(FUZZ_SEED)
 	$(BIN)/python -m tests.fuzz --device interpreter --cases 2000 --workers $$(nproc) --seed $(FUZZ_SEED)
@@ -61,7 +66,7 @@ nightly: $(INSTALLED)
 
 # Environments of their own. PyPI's torch brings CUDA, 5 GB each, unless PIP_EXTRA_INDEX_URL names the CPU builds.
 CORE := import torch_private compile scalars export opcheck graphs numerics cross_entropy ops kl_div_operator \
-    double_backward func checkpoint faults replay replay_faults
+    double_backward func checkpoint faults every_kernel
 MATRIX_TOOLS := "pytest>=9" "pytest-xdist>=3.8" "expecttest>=0.3" "hypothesis>=6.100"
 # Triton 3.6's interpreter does not work with numpy 2.4
 OLDEST := "torch==2.11.*" "numpy==2.2.*"
@@ -86,10 +91,15 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m multigpu -n 3 --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_cuda_sizes.py
 
-# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
-newest: $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest -r requirements-newest.txt
-	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_triton_layouts.py tests/kernels/test_triton_targets.py
+# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else. Both versions at once.
+triton-versions: $(INSTALLED)
+	for version in oldest newest; do \
+	    { $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps \
+	        --target $(VENV)/$$version -r requirements-$$version.txt && \
+	    PYTHONPATH=$(VENV)/$$version $(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/kernels/test_every_kernel.py; } \
+	        >$(VENV)/triton-$$version.log 2>&1 & eval "$$version=$$!"; \
+	done; wait $$oldest; failed=$$?; wait $$newest || failed=$$?; \
+	if [ $$failed = 0 ]; then grep -H passed $(VENV)/triton-*.log; else cat $(VENV)/triton-*.log; fi; exit $$failed
 
 wheel: $(INSTALLED)
 	rm -rf dist
@@ -115,19 +125,23 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(INSTALLED): requirements.txt requirements-clients.txt pyproject.toml setup.py flce_ops/version.py
+$(DEMO): requirements-demo.txt pyproject.toml setup.py flce_ops/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' \
 	    || { echo "$(PYTHON) has no venv module: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-clients.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-demo.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -e .
 	@touch $@
 
+$(INSTALLED): $(DEMO) requirements.txt requirements-clients.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-clients.txt
+	@touch $@
+
 # torch.compile's C++ backend wants a compiler and Python's headers. A note, not an error: the demo says what it does without.
-toolchain: $(INSTALLED)
+toolchain: $(DEMO)
 	@command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null \
 	    || echo "NOTE: no C++ compiler, so torch.compile cannot generate CPU code: apt-get install g++"
 	@$(BIN)/python -c 'import pathlib, sys, sysconfig; \

@@ -71,7 +71,7 @@ class Loader(ThreadPoolExecutor):
     """Threads that load onto the device what they have compiled. With Triton 3.6 this also compiles a launcher in C."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(len(os.sched_getaffinity(0)))
+        super().__init__(2 * (os.cpu_count() or 1))  # half of them wait: for the GIL, or for ptxas and gcc
         self.device = device
 
     def submit(self, compile: Callable, /, *args: Any, **options: Any) -> Future:

@@ -5,6 +5,7 @@ newest Triton. The sizes are small, and the numbers are always the same.
 import importlib
 import pkgutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -88,20 +89,6 @@ CALLS = {
     "divergence": ("linear_kl_div_with_grad", models(row_scale=row_scale(), kind="reverse", **EVERY)),
     "given logits": ("cross_entropy_with_grad", of_logits(row_scale=row_scale())),
 }
-LAUNCHED: set[str] = set()  # names of kernels
-
-
-@pytest.fixture(autouse=True)
-def note_launches(monkeypatch):
-    launch = Kernel.__getitem__
-
-    def note(kernel, grid):
-        LAUNCHED.add(kernel.__name__)
-        return launch(kernel, grid)
-
-    monkeypatch.setattr(Kernel, "__getitem__", note)
-
-
 def run(path: int, name: str, arguments: dict, nbytes: int = 512 << 20) -> dict[str, torch.Tensor]:
     """The operator's results by name: of its Triton kernels, or of ATen in float64."""
     operator = OPERATORS[name].arguments
@@ -123,8 +110,7 @@ def assert_close(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor],
             assert error <= tolerance * largest, f"{name}: {error / largest:.2e}"
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_a_step_agrees_with_float64(case):
+def check_step(case: str) -> None:
     assert_close(run(IN_TRITON, *CALLS[case]), run(IN_ATEN, *CALLS[case]))
 
 
@@ -160,16 +146,15 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("case", PAIRS)
-def test_forward_and_backward_agree_with_float64(case):
+def check_forward_and_backward(case: str) -> None:
     *call, cotangents = PAIRS[case]
     found, exact = (forward_and_backward(path, *call, **cotangents) for path in (IN_TRITON, IN_ATEN))
     assert_close(found[0], exact[0])
     assert_close(found[1], exact[1], 2e-4 if case == "saved logits" else 4e-6)  # steps of 2^-10 in the logits
 
 
-def test_chunks_that_overflow_the_sum_of_the_weight_gradient_are_added_by_tensor_maps(monkeypatch):
-    """The sum is in float16, with an exponent for each row, which the first chunk chooses. Later ones are larger."""
+def check_overflow_by_tensor_maps(monkeypatch) -> None:
+    """The sum of the weight gradient is in float16, with an exponent for each row, which the first chunk chooses. Later ones are larger."""
     let_tensor_maps_add(monkeypatch)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
     for table in (INPUT_TILES, WEIGHT_TILES):
@@ -183,7 +168,7 @@ def test_chunks_that_overflow_the_sum_of_the_weight_gradient_are_added_by_tensor
     assert_close(run(IN_TRITON, *call), run(IN_ATEN, *call), 1e-3)
 
 
-def test_a_sparse_step_is_exact_for_classes_that_many_tokens_keep(monkeypatch):
+def check_dense_classes_of_a_sparse_step(monkeypatch) -> None:
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.CLASSES_PER_ENTRY", 500)
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_or_dense.LISTS_COST", 0)
     given = head(row_scale=row_scale(), **EVERY)
@@ -193,7 +178,7 @@ def test_a_sparse_step_is_exact_for_classes_that_many_tokens_keep(monkeypatch):
     assert_close(*({"rows": made["grad_linear_weight"][dense]} for made in (found, exact)))
 
 
-def test_gradients_are_multiplied_by_grad_output():
+def check_grad_output() -> None:
     grads = [random(N, D, seed=14), random(V, seed=15)]
     expected = [3 * grad for grad in grads]
     launch_scale_in_place(grads, torch.tensor(3.0))
@@ -208,6 +193,20 @@ def kernels_of_the_package() -> set[str]:
     return found
 
 
-def test_no_kernel_is_left_out():
-    """Runs last in this file, in the process of the others."""
-    assert kernels_of_the_package() - LAUNCHED == set()
+def test_every_kernel_agrees_with_float64(monkeypatch):
+    """One test, so that no selection of tests leaves a kernel out."""
+    launched, launch = set(), Kernel.__getitem__
+
+    def note(kernel, grid):
+        launched.add(kernel.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(Kernel, "__getitem__", note)
+    checks = [partial(check_step, case) for case in CALLS]
+    checks += [partial(check_forward_and_backward, case) for case in PAIRS]
+    for check in (*checks, check_grad_output):
+        check()
+    for check_with in (check_overflow_by_tensor_maps, check_dense_classes_of_a_sparse_step):
+        with monkeypatch.context() as changed:
+            check_with(changed)
+    assert kernels_of_the_package() - launched == set()

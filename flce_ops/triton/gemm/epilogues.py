@@ -25,6 +25,10 @@ from ..steps.quantized_logits import QuantizedLogits, largest_places, quantize
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
+# A tile's sums of exponentials up to this limit leave float32 and bfloat16 room for the sums over V and the products
+# that follow. A row's reference is at most log(2^60) = 41 nats below its largest logit then.
+LARGEST_SUM = tl.constexpr(2.0**60)
+
 
 @triton.jit
 def class_weights(pointer, cols, col_mask):
@@ -70,7 +74,7 @@ class ReferenceClass(NamedTuple):
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
-    partial: Tensor | None  # (T, n) out
+    partial: Tensor  # (T, n) out
     logit_sum: Tensor | None = None  # (T, n) out, sum_cols w z
     expected: Tensor | None = None  # (T, n) out, sum_cols E (z - reference)
     row_max: Tensor | None = None  # (T, n) out
@@ -79,6 +83,8 @@ class ExpSum(NamedTuple):
     total: Tensor | None = None  # (T, n) out, sum_cols z
     quantized: QuantizedLogits | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
+    # (1 + n,) int32 of 0, out: 1 for rows whose sum over a tile is too large or nan, and 1 at place 0 if there are any
+    guard: Tensor | None = None
 
 
 @triton.jit
@@ -105,7 +111,14 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
         tl.store(operands.argmax + partial_offset, column, mask=row_mask)
     result = in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V)
-    store_sum(operands.partial, result, partial_offset, row_mask)
+    sums = tl.sum(result, 1)
+    tl.store(operands.partial + partial_offset, sums, mask=row_mask)
+    if operands.guard is not None:
+        # masked stores instead of a branch, which would keep the compiler from pipelining the loop over tiles
+        too_large = row_mask & ((sums > LARGEST_SUM) | (sums != sums))
+        raised = tl.full(rows.shape, 1, tl.int32)
+        tl.store(operands.guard + 1 + rows, raised, mask=too_large)
+        tl.store(operands.guard + tl.zeros_like(rows), raised, mask=too_large)
     # a bias of -inf gives an exponential of 0, and 0 * -inf would be nan
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)

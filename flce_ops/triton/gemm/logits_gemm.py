@@ -41,9 +41,6 @@ from .tma import block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_til
 LOG2E = tl.constexpr(1.4426950408889634)
 # Coefficients of (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, for w < 2.5: minimax, relative to tanh(y).
 TANH = tl.constexpr((-4.0037299e-2, 1.9218430e-3, -9.1303815e-5, 3.4282380e-6))
-# Sums of exponentials up to this limit leave float32 and bfloat16 room for the products and the sums over V that
-# follow.
-LARGEST_SUM = tl.constexpr(2.0**60)
 
 
 @triton.jit
@@ -76,15 +73,6 @@ def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
     return z, dz_du
 
 
-@triton.jit
-def exceeds(guard_ptr):
-    """True for sums above LARGEST_SUM and for nan. The guard is the bit pattern of a non-negative float. Such bit
-    patterns, read as integers, have the order of the floats.
-    """
-    largest_sum = tl.load(guard_ptr).to(tl.float32, bitcast=True)
-    return (largest_sum > LARGEST_SUM) | (largest_sum != largest_sum)
-
-
 @Kernel
 def logits_gemm_kernel(
     input,  # (n, D): tensor descriptor with USE_TMA, else a Matrix
@@ -93,7 +81,7 @@ def logits_gemm_kernel(
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
     operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
-    guard_ptr,  # () int32, largest row sum of an earlier pass; the kernel runs only if it is too large; or None
+    guard_ptr,  # int32, 0 if no sum of an earlier pass is too large: the kernel returns; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
     D,
@@ -118,7 +106,7 @@ def logits_gemm_kernel(
     depth = tl.cdiv(D, BLOCK_K)
     tiles = row_blocks * vocab_blocks
     if guard_ptr is not None:
-        tiles = tl.where(exceeds(guard_ptr), tiles, 0)
+        tiles = tl.where(tl.load(guard_ptr) > 0, tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
         row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
         row_start = row_block * BLOCK_M
@@ -178,7 +166,7 @@ def launch_logits_gemm(
     valid_tokens: ValidTokens,
     *,
     out: Tensor | None = None,  # (n, V)
-    guard: Tensor | None = None,  # ()
+    guard: Tensor | None = None,  # (1 + n,)
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
     tiles: Tiles | None = None,
 ) -> None:

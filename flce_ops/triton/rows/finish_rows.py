@@ -25,6 +25,8 @@ from ...math.shards import lse_of_shards
 from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
+from ..gemm.tile_sums import sum_of_tiles
+from ..gemm.tma import matrix_of
 from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .sum_losses import scale_of_rows
@@ -34,7 +36,8 @@ from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
-ROWS = 64  # rows of a program if a token has one class
+ROWS = 16  # rows of a program if a token has one class; tile_sums.py says why
+TILES = 256  # tiles whose sums a program reads at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This
 # changes p by a tenth of the rounding error of a.
 LEAST_SLOPE = tl.constexpr(2.0**-27)
@@ -117,7 +120,9 @@ def finish_rows_kernel(
     sums,  # RowSums
     whole,  # WholeRows; None if this rank has all classes
     finished,  # FinishedRows, out
+    matrix,  # (n, V) E, in which the targets' entries are replaced
     n,
+    T,  # tiles of `sums`
     objective,  # RowNumbers, with tensors as pointers
     logit_numbers,  # LogitNumbers
     OF_TARGET: tl.constexpr,
@@ -128,17 +133,22 @@ def finish_rows_kernel(
     SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
     BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
     BLOCK_N or BLOCK_TOPK numbers.
     """
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = i < valid_rows(tokens.valid_tokens, n)
+    count = valid_rows(tokens.valid_tokens, n)
+    mask = i < count
     token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
     at = (token, mask)
     row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    if sums.tiles is None:
+        row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    else:
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
     for start in range(0, TOPK, BLOCK_TOPK):
         k = start + tl.arange(0, BLOCK_TOPK)
         inside = (k < TOPK) & mask
@@ -219,6 +229,8 @@ def finish_rows_kernel(
             entry *= tl.load(tokens.target_dz_du + row_topk + k, mask=inside, other=0.0)
         rounded = entry.to(finished.entry.dtype.element_ty)
         tl.store(finished.entry + row_topk + k, rounded, mask=inside)
+        places = matrix.pointer + i.to(tl.int64) * matrix.stride + column
+        tl.store(places, rounded, mask=inside & (column >= 0))  # equal classes of a token have equal entries
         if SOFT:
             largest_size, largest, column_of_largest = larger_entry(
                 largest_size, largest, column_of_largest, entry, column, BLOCK_TOPK
@@ -252,7 +264,7 @@ def launch_finish_rows(
     tokens: Tokens,
     sums: RowSums,
     objective: RowObjective,
-    dtype: torch.dtype,  # dtype of E
+    exponentials: Tensor,  # (n, V) E, in which the targets' entries are replaced
     *,
     logit_options: LogitOptions,
     gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
@@ -261,7 +273,7 @@ def launch_finish_rows(
     n, rows, topk = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
     row_factor, weight_factor, residual = row_vectors(column, 3, n)
     finished = FinishedRows(
-        torch.empty(column.shape, dtype=dtype, device=column.device),
+        exponentials.new_empty(column.shape),
         row_factor,
         weight_factor,
         residual,
@@ -277,7 +289,9 @@ def launch_finish_rows(
         sums,
         whole,
         finished,
+        matrix_of(exponentials),
         n,
+        0 if sums.tiles is None else sums.tiles.shape[0],
         in_kernel(objective),
         logit_options,
         OF_TARGET=objective.of_target.jit,
@@ -288,7 +302,8 @@ def launch_finish_rows(
         SOFT=soft,
         BLOCK_N=rows,
         BLOCK_TOPK=topk_at_a_time(topk),
-        num_warps=2,
+        BLOCK_T=TILES,
+        num_warps=4,
     )
     return finished
 

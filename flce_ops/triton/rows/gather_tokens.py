@@ -56,7 +56,7 @@ class AtTarget(NamedTuple):
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
     reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
-    guard: Tensor  # () int32, 0
+    guard: Tensor  # (1 + n,) int32, 0: whether a rescue is needed at all, and by which rows
     logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
 
@@ -81,6 +81,7 @@ def gather_tokens_kernel(
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
         tl.store(at_target.guard, 0)
+    tl.store(at_target.guard + 1 + row, 0)
     if row < count:
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         column = tl.full((), 0, tl.int64)
@@ -201,7 +202,7 @@ def launch_gather_targets(
         column,
         ReferenceClass(column.new_empty(n), logit.new_empty(n)) if soft else ReferenceClass(column, logit),
         reference,
-        input.new_empty((), dtype=torch.int32),
+        input.new_empty(1 + n, dtype=torch.int32),
         None if class_sum is None else logit_sum,
     )
     gather_tokens_kernel[(n,)](

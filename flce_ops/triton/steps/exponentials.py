@@ -1,12 +1,14 @@
 """Exponentials of a chunk of logits against a reference per row, and the rescue of rows whose reference was too low.
 
-    1. E = exp(z - reference), row sums Z                       the reference is one of the row's own logits, so Z >= 1
-    2. largest_sum = max_i Z_i                                  one number on the device; the host never reads it
-    3. only if largest_sum > LARGEST_SUM (or nan), decided on the device:
-           lse by the max-and-sum GEMM;  reference := lse;  E again          2 more GEMM passes for this chunk
+    1. E = exp(z - reference), sums of each row and tile        the reference is one of the row's own logits, so Z >= 1
+       a guard is raised if one is above LARGEST_SUM, or nan    on the device; the host never reads it
+    2. only if the guard is raised, decided on the device:      2 more GEMM passes for this chunk
+           lse by the max-and-sum GEMM;  reference := lse for the rows that raised it;  E again
+
+The kernel that finishes the rows adds up the tiles' sums.
 
 exp(z - reference) overflows if a logit is far above the reference. This happens if a token's loss exceeds 40 nats. On a
-rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernels of step 3
+rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernels of step 2
 are always launched. They return immediately (a few microseconds) if they are not needed. So there is no host
 synchronisation, and CUDA graphs work.
 """
@@ -20,7 +22,7 @@ from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from ..gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
+from ..gemm.tile_sums import launch_max_and_sum
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
@@ -32,8 +34,11 @@ from .quantized_logits import QuantizedLogits
 class RowSums(NamedTuple):
     """Sums over the classes of each row, (n,) each, in base 2; None if not requested."""
 
-    exponentials: Tensor  # sum of exp2(z2 - reference_logit)
+    exponentials: (
+        Tensor  # sum of exp2(z2 - reference_logit); if `tiles` is given, the reader adds these up and writes it
+    )
     reference_logit: Tensor
+    tiles: Tensor | None = None  # (T, n'), the same sum over each tile
     logit_sum: Tensor | None = None  # sum of w z2
     expected: Tensor | None = None  # sum of exp2(z2 - reference_logit) (z2 - reference_logit)
     max_logit: Tensor | None = None  # z2
@@ -43,7 +48,7 @@ class RowSums(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Which fields of RowSums are requested, besides the first two. `argmax` also gives max_logit."""
+    """Which fields of RowSums are requested, besides the first three. `argmax` also gives max_logit."""
 
     logit_sum: bool = False
     expected: bool = False
@@ -90,6 +95,7 @@ def launch_exponentials(
         partial,
         quantized=quantized,
         reference_class=reference_class,
+        guard=guard,
         **per_tile,
     )
 
@@ -100,14 +106,11 @@ def launch_exponentials(
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     exponentiate(sums)
-    launch_sum_tiles(partial, row_sum, valid_tokens, raises=guard)
-
     operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
     backend.logits(*operands, guard=guard)
-    launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, row_sum=row_sum, guarded_by=guard)
+    launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, guard=guard)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
-    launch_sum_tiles(partial, row_sum, valid_tokens, guarded_by=guard)
     found: dict[str, Tensor] = {}
     if asked.argmax:
         largest = per_tile["row_max"], per_tile["argmax"]
@@ -115,7 +118,7 @@ def launch_exponentials(
     for name, part in per_tile.items():
         if name in Asked._fields and name != "argmax":
             found[name] = weighted_column_sum(part, None)[:rows]
-    return RowSums(row_sum, reference_logit, **found)
+    return RowSums(row_sum, reference_logit, partial, **found)
 
 
 def argmax_over_tiles(row_max: Tensor, argmax: Tensor, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each

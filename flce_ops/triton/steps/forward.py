@@ -14,8 +14,10 @@ from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.device import tiles_for
 from ..gemm.padded_features import with_padded_features
+from ..gemm.tile_sums import sum_of_tiles
 from ..kernel import Kernel
 from ..rows.column_sums import weighted_column_sum
+from ..rows.finish_rows import ROWS, TILES
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics
 from ..rows.two_sum import lse_in_nats, sum_from_lse
@@ -39,16 +41,19 @@ def finish_forward_kernel(
     valid_tokens,  # ValidTokens
     n,
     V,
+    T,
     TOPK: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    """Converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and an argmax of -1. So do
-    targets that another rank has.
+    """Adds up the tiles' sums, converts from base 2 to nats and writes to the tokens' places. Ignored tokens get 0, and
+    an argmax of -1. So do targets that another rank has.
     """
     target_logit_out, lse_out, logit_sum_out, expected_out, max_logit_out, argmax_out, lse_rest_out = outputs
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = i < n
-    mask = i < valid_rows(valid_tokens, n)
+    count = valid_rows(valid_tokens, n)
+    mask = i < count
     token = tl.load(valid_tokens.order + i, mask=inside, other=0)
     largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # of the targets' logits
     for k in range(TOPK):
@@ -60,7 +65,7 @@ def finish_forward_kernel(
             largest = tl.maximum(largest, tl.where(hit, target_logit2, float("-inf")))
         tl.store(target_logit_out + token.to(tl.int64) * TOPK + k, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
     reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
     # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed in
     # another order.
     row_sum = tl.maximum(row_sum, tl.exp2(largest - reference2), propagate_nan=tl.PropagateNan.ALL)
@@ -143,7 +148,7 @@ def run_forward(
             reference_class=at_target.reference_class if call.expected_log_prob else None,
             class_weight=class_weight,
         )
-        finish_forward_kernel[(cdiv(n, 64),)](
+        finish_forward_kernel[(cdiv(n, ROWS),)](
             at_target.logit,
             at_target.column,
             sums,
@@ -152,9 +157,11 @@ def run_forward(
             here,
             n,
             linear_weight.shape[0],
+            tiles,
             TOPK=1 if target.dim() == 1 else target.shape[1],
-            BLOCK_N=64,
-            num_warps=2,
+            BLOCK_N=ROWS,
+            BLOCK_T=TILES,
+            num_warps=4,
         )
         launch_row_statistics(sums, statistics, here, call.num_classes)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)

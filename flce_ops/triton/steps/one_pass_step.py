@@ -24,13 +24,13 @@ from ...objectives.row import RowObjective
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import Finish
+from ..gemm.tile_sums import launch_sum_tiles
 from ..gemm.tma import NO_OUTER
 from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_copy_rows
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics, sums_for
-from ..rows.set_entries import launch_set_entries
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
 from ..rows.valid_tokens import ValidTokens
@@ -111,24 +111,26 @@ class OnePassStep:
             reference_class=at_target.reference_class if self.by_ranges and statistics.entropy is not None else None,
         )
         self.row_sum = sums.exponentials
-        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum))
+        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum), exponentials)
         launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
-        launch_set_entries(exponentials, tokens.column, finished.entry, valid_tokens)
         if self.bias_sum is not None:
             self.bias_sum += weighted_column_sum(exponentials, finished.weight_factor, valid_tokens)
         if finished.column is not None:  # with soft targets, the stages that follow correct one entry of a row
             tokens = tokens._replace(column=finished.column)
         return tokens, finished
 
-    def finish_rows(self, tokens: Tokens, sums: RowSums) -> tuple[FinishedRows, RowSums]:
-        """Finishes the rows. If ranks share the vocabulary, they exchange their sums here; the argmax is then the whole
-        row's.
+    def finish_rows(self, tokens: Tokens, sums: RowSums, exponentials: Tensor) -> tuple[FinishedRows, RowSums]:
+        """Finishes the rows, and replaces E by E'. If ranks share the vocabulary, they exchange their sums here; the
+        argmax is then the whole row's.
         """
         gathered, gather = None, self.per_token.gather
         if gather is not None:
+            launch_sum_tiles(sums.tiles, sums.exponentials, tokens.valid_tokens)
+            sums = sums._replace(tiles=None)
             gathered = gather(shard_numbers(tokens, sums, self.call.vocab_start))
-        objective, dtype = self.per_token.objective, self.operands.input.dtype
-        finished = launch_finish_rows(tokens, sums, objective, dtype, logit_options=self.call.logits, gathered=gathered)
+        finished = launch_finish_rows(
+            tokens, sums, self.per_token.objective, exponentials, logit_options=self.call.logits, gathered=gathered
+        )
         if gathered is not None and sums.argmax is not None:
             sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
         return finished, sums
