@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 import torch
-from fresh_process import ROOT, run_script
+from fresh_process import ROOT
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map

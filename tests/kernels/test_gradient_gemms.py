@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.triton import launch_with_grad
 from flce_ops.support.vendor import Chip
+from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import device, input_gradient
 from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
