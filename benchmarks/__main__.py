@@ -34,9 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--shapes", default=None, help="groups of benchmarks/shapes.py and NxDxV, with commas; key")
     parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its tables")
-    parser.add_argument(
-        "--data", type=trained, default=None, help="trained:PATH, of benchmarks.training; of --loads first"
-    )
+    parser.add_argument("--data", type=trained, default=None, help="trained:PATH, of benchmarks.training")
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
     parser.add_argument("--without", default="", help="providers to leave out, in the same notation")
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     import torch
 
     from . import loads, providers, run
-    from .data import IGNORED, PRIORS, TRAINED, shape_of
+    from .data import PRIORS, TRAINED, shape_of
     from .modes import MODES
     from .report import Report, environment, say
     from .shapes import parse_shapes
@@ -96,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         return time.time() - started
 
     def text(unit: loads.Unit) -> str:
-        share = "" if unit.ignored == IGNORED else f" ({unit.ignored:.0%} ignored)"
-        return f"{unit.mode} {unit.shape}{share}"
+        return f"{unit.mode} {loads.name_of((str(unit.shape), unit.ignored, unit.prior))}"
 
     faulthandler.dump_traceback_later(max(1.0, options.budget_s + GRACE_S - spent()), exit=True, file=sys.__stderr__)
     try:
@@ -106,22 +103,14 @@ def main(argv: Sequence[str] | None = None) -> Path:
                 say("time budget spent, left out: " + ", ".join(map(text, units[done:])))
                 break
             say(f"\n{spent():.0f} s: {text(unit)} {options.dtype}")
-            settings = run.Settings(
-                device=device,
-                dtype=getattr(torch, options.dtype),
-                rounds=options.rounds,
-                ms=options.ms,
-                seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
-                ignored=unit.ignored,
-                prior=unit.prior,
-                trained=options.data if unit.prior == TRAINED else None,
-            )
+            seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+            settings = run.Settings(device, getattr(torch, options.dtype), options.rounds, options.ms, seed)
+            of_file = options.data if unit.prior == TRAINED else None
+            settings = settings._replace(ignored=unit.ignored, prior=unit.prior, trained=of_file)
             of_the_unit = [name for name in providers.choose(unit.providers) if name in names]
-            mode = MODES[unit.mode]
+            late = {"out_of_time": lambda: spent() > options.budget_s}
             try:
-                rows = run.measure(
-                    unit.shape, mode, of_the_unit, settings, here, out_of_time=lambda: spent() > options.budget_s
-                )
+                rows = run.measure(unit.shape, MODES[unit.mode], of_the_unit, settings, here, **late)
             except torch.cuda.OutOfMemoryError:
                 say(f"{text(unit)}: the inputs and the reference alone do not fit in memory")
                 continue

@@ -44,7 +44,7 @@ PROBLEMS = {
         ("4096x4096x128256", torch.bfloat16, 2),
         ("70000x64x512", torch.bfloat16, 48),
         ("70000x64x512", torch.float16, 48),
-    ),
+    )
 }
 
 
@@ -169,15 +169,7 @@ def input_gradients(pool: Pool) -> Results:
     return found
 
 
-ASKED = (
-    log_probs,
-    log_probs_of_topk,
-    losses,
-    metrics_of_a_mean,
-    entropies_of_one_pass,
-    policy_losses,
-    divergences,
-)
+ASKED = (log_probs, log_probs_of_topk, losses, metrics_of_a_mean, entropies_of_one_pass, policy_losses, divergences)
 
 
 # ---------------------------------------------------------------- what must not matter
@@ -217,10 +209,7 @@ def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
     def some(count: int) -> Tensor:
         return torch.randperm(most, generator=generator, device=device)[:count]
 
-    for count in (
-        *range(1, 18),
-        *(draw.randrange(2, min(400, most // 16)) * 16 + residue for residue in range(16)),
-    ):
+    for count in (*range(1, 18), *(draw.randrange(2, min(400, most // 16)) * 16 + residue for residue in range(16))):
         yield Calling("N", some(min(count, most)))
     for k in range(large):
         residue = k % 16

@@ -24,12 +24,8 @@ from .data import IGNORE_INDEX
 RETAINED = 3 * 2**30  # bytes for saved logits; the default is twice the workspace, 1 GiB
 OWN, OURS, RETAINING = "own", "flce_ops", "flce_ops_retaining"
 LIGERS_LOSS, LIGER, LIGER_AND_OURS = "liger_loss_alone", "liger", "liger_kernels_flce_ops_loss"
-TRAINERS = {  # loss: (trainer, its options)
-    "SFT nll": ("SFT", {}),
-    "SFT dft": ("SFT", {"loss_type": "dft"}),
-    "DPO": ("DPO", {}),
-    "GRPO": ("GRPO", {}),
-}
+# loss: (trainer, its options)
+TRAINERS = {"SFT nll": ("SFT", {}), "SFT dft": ("SFT", {"loss_type": "dft"}), "DPO": ("DPO", {}), "GRPO": ("GRPO", {})}
 
 
 class Given(nn.Module):

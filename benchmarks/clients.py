@@ -32,7 +32,7 @@ from .client_steps import OWN, Client, transformers_client, trl_client
 from .command import command, report_of
 from .data import make_problem
 from .memory import MIB, peak_bytes_cuda
-from .report import Environment, environment, say, table_of
+from .report import Environment, environment, reason_of, say, table_of
 from .shapes import Shape
 from .timing import time_steps
 
@@ -114,7 +114,7 @@ def working(row: ClientRow) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        row.reason = row.reason or f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        row.reason = row.reason or reason_of(error)
 
 
 def time_and_peak(

@@ -9,8 +9,6 @@ gradients instead of logits. The errors are measured on random logits.
 """
 
 import argparse
-import importlib.metadata
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +21,11 @@ from torch import Tensor
 
 import flce_ops
 
+from . import providers
 from .command import command, report_of
 from .memory import MIB, peak_bytes_cuda
 from .report import Environment, environment, reason_of, say, table_of
-from .timing import time_steps
+from .timing import launch_to_return, time_steps
 
 # N tokens, V vocabulary
 
@@ -109,12 +108,8 @@ def make_problem(tokens: int, classes: int, dtype: str, ignored: float, device: 
     return logits.requires_grad_(), target
 
 
-def step_of(loss: Loss, logits: Tensor, target: Tensor) -> Step:
-    def step() -> Tensor:
-        (grad,) = torch.autograd.grad(loss(Made.apply(logits), target), logits)
-        return grad
-
-    return step
+def gradient(loss: Loss, logits: Tensor, target: Tensor) -> Tensor:
+    return torch.autograd.grad(loss(Made.apply(logits), target), logits)[0]
 
 
 class Truth(NamedTuple):
@@ -154,11 +149,11 @@ def measure(
     steps: dict[str, Step] = {"copy": lambda: logits.detach().clone()}
     for name in names:
         distribution, make = PROVIDERS[name]
-        rows[name] = row = LogitsRow(*machine, name, version_of(distribution))
+        rows[name] = row = LogitsRow(*machine, name, providers.version_of(distribution))
         try:
             loss = make()
             row.err_loss, row.err_grad = errors(loss, logits, target, truth)
-            steps[name] = step = step_of(loss, logits, target)
+            steps[name] = step = partial(gradient, loss, logits, target)
             row.peak_MiB = peak_bytes_cuda(step) / MIB if device.type == "cuda" else None
         except Exception as failure:  # raised by a provider
             row.reason = reason_of(failure)
@@ -177,37 +172,11 @@ def measure(
     for name, timing in timings.items():
         row = rows[name]
         row.ms, row.spread = timing
-        row.host_us = host_us(steps[name], device)
+        row.host_us = launch_to_return(steps[name]) if device.type == "cuda" else None
         row.GBps = (2 * logits.nbytes if name == "copy" else moved) / timing.ms / 1e6
     for name in timings:
         rows[name].share = rows[name].GBps / rows["copy"].GBps
     return list(rows.values())
-
-
-def host_us(step: Step, device: torch.device) -> float:
-    """The fastest of a few measurements, because other work on the machine only adds time."""
-    times = []
-    for _ in range(20):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(1e6 * (time.perf_counter() - start))
-    return min(times)
-
-
-def version_of(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def table(rows: Sequence[LogitsRow]) -> str:
-    columns = [("ms", 9, ".3f"), ("spread", 8, ".1%"), ("host_us", 9, ".0f"), ("GBps", 7, ".0f"), ("share", 8, ".1%")]
-    columns += [("peak_MiB", 9, ".0f"), ("err_loss", 10, ".1e"), ("err_grad", 10, ".1e")]
-    rows = sorted(rows, key=lambda row: (row.ms is None, row.ms))
-    return table_of(rows, columns, heading="provider", width=16, name_of=lambda row: row.provider)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -223,7 +192,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         shape = (tokens, classes, dtype or "bfloat16")
         rows = measure(shape, options.ignored, device, options.providers.split(","), options)
         report.add(rows)
-        say(f"{text}\n{table(rows)}")
+        columns = [("ms", 9, ".3f"), ("spread", 8, ".1%"), ("host_us", 9, ".0f"), ("GBps", 7, ".0f")]
+        columns += [("share", 8, ".1%"), ("peak_MiB", 9, ".0f"), ("err_loss", 10, ".1e"), ("err_grad", 10, ".1e")]
+        say(table_of(rows, columns, heading=text, width=24, name_of=lambda row: row.provider))
     return report.path
 
 

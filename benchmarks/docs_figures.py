@@ -1,14 +1,8 @@
 """`python -m benchmarks.docs_figures`: draws the figures of README.md and docs/ from CSVs.
 
 docs/figures/time_against_memory.svg       a training step at one shape: time over the bare GEMMs and temporary memory
-docs/figures/memory_against_vocabulary.svg temporary memory of a training step
-docs/figures/time_against_tokens.svg       its time per token
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
-docs/figures/loads_by_card.svg             torch.compile's time over this package's, by load and card
 docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
-
-The second and third figure have the rows of mode fwd_bwd with the default data, from every CSV in
-benchmarks/results/nvidia-h200 that has fwd_bwd.csv's columns. Of equal points they have the last.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -19,7 +13,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import loads
 from .data import is_usual
 from .numerics_table import PROVIDERS
 from .report import REPOSITORY
@@ -28,11 +21,6 @@ from .training_plot import draw as sparse_training
 
 FOLDER = REPOSITORY / "docs" / "figures"
 TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256  # the sizes that stay fixed while another one varies
-LINES = {  # provider of the CSVs: label, colour
-    "torch_eager": ("F.cross_entropy, float32 logits", "#7f7f7f"),
-    "torch_compile": ("F.cross_entropy, torch.compile", "#d95f02"),
-    "ours": ("flce_ops", "#08519c"),
-}
 # provider: label, colour, the label's place relative to its point in (points right, points up, alignment)
 OURS_AT = {  # label places of this package's points, by workspace
     "ours_128MiB": ("128 MiB", "#08519c", (11, 6, "left")),
@@ -50,33 +38,10 @@ PEERS = {
     "cce": ("Apple CCE", "#a6761d", (-11, 0, "right")),
     "cce_exact": ("Apple CCE, unfiltered", "#a6761d", (-11, 0, "right")),
 }
-COLUMNS = {"N", "D", "V", "mode", "provider", "ms", "beyond_gradients_MiB"}
 
 
 def is_of_training(row: dict[str, str]) -> bool:
     return bool(row["mode"] == "fwd_bwd" and row["ms"] and is_usual(row))
-
-
-def measured(folder: Path) -> list[dict[str, str]]:
-    every = [rows_of(path) for path in sorted(folder.glob("*.csv"))]
-    return [row for rows in every if rows[0].keys() >= COLUMNS for row in rows if is_of_training(row)]
-
-
-def lines(plt, values: dict[str, dict[int, float]], xlabel: str, ylabel: str):
-    """A line for each provider: its values by a size."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for provider, (label, colour) in LINES.items():
-        axes.plot(*zip(*sorted(values[provider].items())), "o-", color=colour, label=label, markersize=5)
-    sizes = sorted({size for of_provider in values.values() for size in of_provider})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=35, fontsize=8)
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    return figure
 
 
 def time_against_memory(plt, path: Path):
@@ -96,16 +61,8 @@ def time_against_memory(plt, path: Path):
     for provider, (text, colour, place) in (OURS_AT | PEERS).items():
         if provider in at_shape:
             axes.plot(*at_shape[provider], "o", color=colour, markersize=8)
-            axes.annotate(
-                text,
-                at_shape[provider],
-                place[:2],
-                textcoords="offset points",
-                ha=place[2],
-                va="center",
-                color=colour,
-                fontsize=11,
-            )
+            style = {"textcoords": "offset points", "ha": place[2], "va": "center", "color": colour, "fontsize": 11}
+            axes.annotate(text, at_shape[provider], place[:2], **style)
     axes.axvline(floor, color="black", linewidth=1, linestyle=":")
     axes.text(floor * 1.01, 0.4, "three bare cuBLAS GEMMs", fontsize=10)
     axes.set_xscale("log")
@@ -119,42 +76,8 @@ def time_against_memory(plt, path: Path):
     axes.grid(alpha=0.25)
     axes.set_xlabel("time of a training step, and over the bare GEMMs")
     axes.set_ylabel("peak memory beyond the gradients")
-    first = rows[0]
-    axes.set_title(
-        f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes, {first['dtype']}, one {first['gpu']}",
-        fontsize=11,
-    )
-    return figure
-
-
-def memory_against_vocabulary(plt, rows: list[dict[str, str]]):
-    values = {  # through the gradients, the dense pair's memory depends on D; this package's hardly does
-        provider: {
-            int(row["V"]): float(row["beyond_gradients_MiB"])
-            for row in rows
-            if row["provider"] == provider and int(row["N"]) == TOKENS
-        }
-        for provider in LINES
-    }
-    xlabel = f"vocabulary (tokens {TOKENS:,}, bfloat16, one H200)"
-    figure = lines(plt, values, xlabel, "MiB beyond weight, input, gradients")
-    figure.axes[0].set_yscale("log")
-    figure.axes[0].yaxis.set_major_formatter("{x:,g}")
-    return figure
-
-
-def time_against_tokens(plt, rows: list[dict[str, str]]):
-    values = {
-        provider: {
-            int(row["N"]): 1e3 * float(row["ms"]) / int(row["N"])
-            for row in rows
-            if row["provider"] == provider and (int(row["D"]), int(row["V"])) == (HIDDEN, VOCABULARY)
-        }
-        for provider in LINES
-    }
-    xlabel = f"tokens (hidden {HIDDEN:,}, vocabulary {VOCABULARY:,}, bfloat16, one H200)"
-    figure = lines(plt, values, xlabel, "microseconds a token, forward + backward")
-    figure.axes[0].set_ylim(0, 10)
+    shape = f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes"
+    axes.set_title("{}, {dtype}, one {gpu}".format(shape, **rows[0]), fontsize=11)
     return figure
 
 
@@ -182,31 +105,10 @@ def error_against_dtype(plt, results: Path):
     return figure
 
 
-def loads_by_card(plt, results: Path):
-    """torch.compile's time relative to this package's: a line for each load, a colour for each card."""
-    cards = {"nvidia-h200": ("H200", "#08519c"), "nvidia-h100": ("H100", "#d95f02")}
-    ratios: dict[str, dict[str, float]] = {}  # load -> card -> ratio
-    for card in cards:
-        times = loads.Times(rows_of(results / card / "loads.csv"))
-        for load in times.loads:
-            found = [times.rows.get((*load, name)) for name in ("torch_compile", "ours")]
-            if all(found):
-                ratios.setdefault(loads.name_of(load), {})[card] = float(found[0]["ms"]) / float(found[1]["ms"])
-    names = sorted(ratios, key=lambda name: ratios[name].get("nvidia-h200", 0))
-    figure, axes = plt.subplots(figsize=(8, 0.24 * len(names) + 1), layout="constrained")
-    for card, (label, colour) in cards.items():
-        points = [(ratios[name][card], y) for y, name in enumerate(names) if card in ratios[name]]
-        axes.plot(*zip(*points), "o", color=colour, markersize=6, label=label)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(-0.8, len(names) - 0.2)
-    axes.grid(alpha=0.25)
-    axes.set_xlabel("torch.compile's time over flce_ops': to the right of 1 flce_ops is faster")
-    axes.legend(fontsize=9, loc="lower right")
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> list[Path]:
+    parser = argparse.ArgumentParser("python -m benchmarks.docs_figures", description=__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    folder = parser.parse_args(argv).out
     import matplotlib
 
     matplotlib.use("Agg")
@@ -214,17 +116,10 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "flce_ops", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    parser = argparse.ArgumentParser("python -m benchmarks.docs_figures", description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    folder = parser.parse_args(argv).out
     folder.mkdir(parents=True, exist_ok=True)
-    rows = measured(RESULTS / "nvidia-h200")
     figures = {
         "time_against_memory": time_against_memory(plt, RESULTS / "nvidia-h200" / "fwd_bwd.csv"),
-        "memory_against_vocabulary": memory_against_vocabulary(plt, rows),
-        "time_against_tokens": time_against_tokens(plt, rows),
         "error_against_dtype": error_against_dtype(plt, RESULTS),
-        "loads_by_card": loads_by_card(plt, RESULTS),
         "sparse_training": sparse_training(plt, RESULTS / "nvidia-h200" / "training.csv"),
     }
     written = []

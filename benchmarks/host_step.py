@@ -32,12 +32,14 @@ from .command import command, report_of
 from .data import Problem, first_tokens, make_problem
 from .modes import MODES, Step, prepare
 from .report import REPOSITORY, Environment, commit_of, environment, reason_of, say, table_of
+from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 from .timing import synchronize
 
 # N tokens, D hidden, V vocabulary
 
 MODE = MODES["fwd_bwd"]
+LONGEST_S = 60.0  # for the steps that warm up
 WARM = 48  # steps before any that is timed: the numbers of tokens of a new loop have every remainder modulo 16
 
 
@@ -127,7 +129,10 @@ def time_loops(rows: dict[str, HostRow], problem: Problem, fixed: bool, options:
             tokens[name] = loops(least, problem.shape.N, multiple, options.steps, options.rounds)
         try:
             stepping[name] = providers.stepping(name, MODE, dynamic=None if fixed else True)
-            for count in tokens[name][0]:
+            deadline = time.monotonic() + LONGEST_S
+            for done, count in enumerate(tokens[name][0]):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it compiles for each N: {done} of them took more than {LONGEST_S:.0f} s")
                 stepping[name](first_tokens(problem, count))()
             row.version = providers.version(name)
             row.calls = python_calls(stepping[name](first_tokens(problem, tokens[name][0][0])))
@@ -176,6 +181,7 @@ def measured(options: argparse.Namespace) -> Iterator[list[HostRow]]:
     here = environment(device, options.commit or commit_of(options.checkout))
     machine = (here.gpu, here.torch, here.triton, here.commit, platform.python_version())
     names = providers.choose(options.providers)
+    one_compilation_per_shape()
 
     def problem_of(shape: Shape) -> Problem:
         problem = make_problem(shape, dtype=torch.bfloat16, device=device, seed=0)

@@ -19,7 +19,9 @@ import flce_ops
 
 from .command import command, report_of
 from .data import Problem, make_problem
+from .errors import distance, make_reference
 from .memory import MIB, peak_bytes
+from .modes import MODES
 from .report import Environment, environment, say, table_of
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
@@ -87,24 +89,6 @@ class Accumulation:
 PROVIDERS = ("autograd", "autograd_float32", "main_grad", "main_grad_retaining_none")
 
 
-def exact_gradient(problem: Problem) -> Tensor:  # (V, D) float64
-    weight = problem.linear_weight.double()
-    total = torch.zeros_like(weight)
-    for rows in range(0, len(problem.target), 256):
-        input, target = problem.input[rows : rows + 256].double(), problem.target[rows : rows + 256]
-        gradient = (input @ weight.T).softmax(1)
-        gradient[torch.arange(len(target), device=target.device), target.clamp(min=0)] -= 1.0
-        gradient *= ((target >= 0) / problem.valid.sum())[:, None]
-        total.addmm_(gradient.T, input)
-    return total
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    """The relative error, computed one block of rows at a time."""
-    squares = sum(float((f.double() - e).square().sum()) for f, e in zip(found.split(4096), exact.split(4096)))
-    return (squares / float(sum(e.square().sum() for e in exact.split(4096)))) ** 0.5
-
-
 def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> list[MainGradRow]:
     here = environment(device, options.commit)
     dtype, everything = getattr(torch, options.dtype), shape._replace(N=MICRO_BATCHES * shape.N)
@@ -112,9 +96,9 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
     ways = {provider: Accumulation(provider, problem) for provider in options.providers.split(",")}
     machine = (here.gpu, here.torch, here.triton, here.commit, *shape, MICRO_BATCHES, options.dtype)
     rows = {provider: MainGradRow(*machine, provider) for provider in ways}
-    exact = exact_gradient(problem)
+    exact = make_reference(problem, MODES["fwd_bwd"]).grad_weight
     for provider, way in ways.items():
-        rows[provider].err_dw = error(way.step(), exact)
+        rows[provider].err_dw = distance(way.step(), exact)
         way.free()
     del exact
     for provider, way in ways.items():

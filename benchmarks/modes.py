@@ -45,9 +45,8 @@ class Mode(NamedTuple):
         return self.gemms * 2 * valid * shape.D * shape.V / 1e12
 
 
-METRICS = (  # names of return_metrics
-    *("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss"),
-)
+# names of return_metrics
+METRICS = ("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss")
 KINDS = ("forward", "reverse", "jsd", "tv", "nla")
 SMOOTHING, CAP, INVARIANT = {"label_smoothing": 0.1}, {"softcap": 30.0}, {"batch_invariant": True}
 

@@ -15,6 +15,8 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +67,7 @@ class Unit(NamedTuple):
 
 def units_of(patterns: str) -> list[Unit]:
     chosen = set(providers.choose(patterns))
-    half = [Unit(torch.float16, MODES[name], provider) for name in IN_FLOAT16 for provider in ("ours",)]
+    half = [Unit(torch.float16, MODES[name], "ours") for name in IN_FLOAT16]
     units = [Unit(torch.bfloat16, MODES[name], provider) for name, those in LINES for provider in those]
     return [unit for unit in units + half if unit.provider in chosen]
 
@@ -91,14 +93,10 @@ def first_calls(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.de
 
 
 def compile_first(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.device, options) -> None:
-    context = multiprocessing.get_context("spawn")
     compiled = [unit for unit in units if unit.provider != "floor"]
     shares = [compiled[first :: options.processes] for first in range(options.processes)]
-    workers = [context.Process(target=first_calls, args=(shapes, share, device, options.seed)) for share in shares]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(first_calls, shapes, device=device, seed=options.seed), shares))
 
 
 def measure(

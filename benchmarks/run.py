@@ -6,12 +6,12 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import providers
-from .data import IGNORED, PRIORS, SIGMA, TRAINED, Problem, load_problem, make_problem
+from .data import IGNORED, PRIORS, SIGMA, Problem, load_problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
@@ -38,6 +38,13 @@ class Settings(NamedTuple):
     trained: Path | None = None  # a file with the operands
 
 
+def problem_of(shape: Shape, settings: Settings) -> Problem:
+    same = {"dtype": settings.dtype, "device": settings.device, "seed": settings.seed, "ignored": settings.ignored}
+    if settings.trained:
+        return load_problem(settings.trained, **same)
+    return make_problem(shape, prior=settings.prior, sigma=settings.sigma, **same)
+
+
 def measure(
     shape: Shape,
     mode: Mode,
@@ -50,13 +57,8 @@ def measure(
     device = settings.device
     gc.collect()
     gc.freeze()  # otherwise each of the collections below takes a quarter of a second for objects of the libraries
-    data: dict[str, Any] = {"seed": settings.seed, "ignored": settings.ignored}
-    if settings.trained:
-        problem = load_problem(settings.trained, dtype=settings.dtype, device=device, **data)
-        data["prior"] = TRAINED
-    else:
-        data["prior"] = settings.prior
-        problem = make_problem(shape, dtype=settings.dtype, device=device, sigma=settings.sigma, **data)
+    data = {"seed": settings.seed, "ignored": settings.ignored, "prior": settings.prior}
+    problem = problem_of(shape, settings)
     valid = int(problem.valid.sum())
     prepare(problem, mode)
     reference = make_reference(problem, mode)

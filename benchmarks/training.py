@@ -6,7 +6,6 @@
 training.csv            a run: its losses on held-out text, of all tokens and of rare ones, and the time of a step
 training_curves.csv     a point of a run every 20 steps: the training loss. Some points have held-out losses, and how
                         many entries of a row of softmax - onehot an unbiased gradient would keep at 2^-8, 2^-10, 2^-12
-training_counts.csv     held-out losses of a run by how often the class occurs in the training text
 
 The text is encoded once. Then each GPU takes one run after the other, with all settings of a seed before the next seed.
 Each run is a separate process; one that dies becomes a row with a reason. The CSVs are written after every run. When
@@ -73,30 +72,18 @@ class CurveRow(Environment):
     entries_12: float | None = None
 
 
-@dataclass
-class CountRow(Environment):
-    setting: str
-    seed: int
-    least_count: int  # occurrences in the training text; a group ends at ten times this
-    classes: int
-    tokens: int  # held out
-    held_out_loss: float | None
-
-
 class Reports:
     def __init__(self, options: argparse.Namespace) -> None:
-        names = ("training", "training_curves", "training_counts")
-        self.runs, self.curves, self.counts = (report_of(name, options) for name in names)
+        self.runs, self.curves = (report_of(name, options) for name in ("training", "training_curves"))
         self.here, self.lock = vars(place(options)[1]), threading.Lock()
 
     def add(self, chosen: Run, points: list[dict], end: dict, reason: str) -> None:
         which, size = self.here | {"setting": chosen.setting, "seed": chosen.seed}, chosen.size
         of_model = {"D": size.dim, "V": size.vocab, "layers": size.depth, "step_tokens": size.sequences * size.context}
-        row = RunRow(**which, **of_model, **{k: v for k, v in end.items() if k != "groups"}, reason=reason)
+        row = RunRow(**which, **of_model, **end, reason=reason)
         with self.lock:
             self.runs.add([row])
             self.curves.add(CurveRow(**which, **point) for point in points)
-            self.counts.add(CountRow(**which, **group) for group in end.get("groups", ()))
         say(f"{chosen.setting}, seed {chosen.seed}: held-out loss {row.held_out_loss}, rare {row.rare_loss} {reason}")
 
 

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from .plot import OTHERS, OURS
 from .tables.markdown import rows_of
-from .tables.training import EXACT, LABELS
+from .tables.training import EXACT, LABELS, above_exact
 
 COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
 SMOOTH = 5  # points
@@ -56,26 +56,16 @@ def draw(plt, path: Path):
 
     others = [name for name in settings if name != EXACT]
     for i, column in enumerate(LOSSES):
-        exact = {row["seed"]: float(row[column]) for row in runs if row["setting"] == EXACT}
-        mean = fmean(exact.values())
-        spread = [value - mean for value in exact.values()]
-        ends.bar(i, max(spread) - min(spread), 0.9, min(spread), color="#dddddd", zorder=0)
+        exact = [float(row[column]) for row in runs if row["setting"] == EXACT]
+        ends.bar(i, max(exact) - min(exact), 0.9, min(exact) - fmean(exact), color="#dddddd", zorder=0)
         for j, name in enumerate(others):
-            above = [
-                float(row[column]) - exact[row["seed"]]
-                for row in runs
-                if row["setting"] == name and row["seed"] in exact
-            ]
+            above = above_exact(runs, name, column)
             x = i + (j - (len(others) - 1) / 2) * 0.8 / len(others)
             ends.plot([x] * len(above), above, "o", markersize=5, color=COLOURS[name])
     ends.axhline(0, color="black", linewidth=0.8)
     ends.set_xticks(range(len(LOSSES)), LOSSES.values())
     ends.set_ylabel("held-out loss above the exact run's")
     ends.grid(alpha=0.25, axis="y")
-    first = runs[0]
-    figure.suptitle(
-        f"{int(first['parameters']) / 1e6:.0f}M parameters, D = {first['D']}, V = {first['V']},"
-        f" {first['steps']} steps of {first['step_tokens']} tokens; {first['gpu']}, {first['commit']}",
-        fontsize=9,
-    )
+    said = "{:.0f}M parameters, D = {D}, V = {V}, {steps} steps of {step_tokens} tokens; {gpu}, {commit}"
+    figure.suptitle(said.format(int(runs[0]["parameters"]) / 1e6, **runs[0]), fontsize=9)
     return figure

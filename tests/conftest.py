@@ -140,6 +140,13 @@ def memory_for_other_workers():
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def several_chunks_of_few_rows(request, monkeypatch):
+    """With the package's own 512 rows the interpreter would need thousands of tokens for several chunks."""
+    if request.module.__name__ != "test_workspace":
+        monkeypatch.setattr("flce_ops.support.workspace.LEAST_ROWS", 128)
+
+
 @pytest.fixture(scope="module")
 def quick_collections():
     """Each row of a benchmark starts with a gc.collect(): a quarter of a second if there are many objects."""

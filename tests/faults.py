@@ -82,7 +82,7 @@ def state() -> tuple:
         flce_ops.get_workspace(),
         getattr(workspace._taken, "nbytes", 0),
         len(workspace._temporary.blocks),
-        running.call,
+        running.function,
         len(_get_current_dispatch_mode_stack()),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),

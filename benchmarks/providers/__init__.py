@@ -30,7 +30,6 @@ FILES = {
     "ours_retained": "ours",
     "ours_128MiB": "ours",
     "ours_6MiB": "ours",
-    "ours_recompute": "ours",
     "ours_compacted": "ours",
     "ours_sparse_10": "ours",
     "ours_sparse_11": "ours",
@@ -51,7 +50,6 @@ FILES = {
     "trl": "trl",
     "verl": "verl",
     "liger_cutedsl": "liger",
-    "liger_cutedsl_scaled": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
 _OURS, _OURS_AND_TORCH = ("floor", "ours"), ("floor", "ours", "torch_dense")
@@ -101,15 +99,18 @@ def stepping(name: str, mode: Mode, *, dynamic: bool | None = None) -> Callable[
 
 
 def version(name: str) -> str:
-    library = _module(name).VERSION_OF
+    return version_of(_module(name).VERSION_OF)
+
+
+def version_of(library: str) -> str:
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:  # can be imported, but pip did not install it
-        return getattr(sys.modules.get(library), "__version__", "")
+        return getattr(sys.modules.get(library), "__version__", "").partition("+")[0]
 
 
 def _module(name: str):
     return importlib.import_module(f".{FILES[name]}", __name__)
 
 
-__all__ = ["FILES", "QUICK_LEAVES_OUT", "Unavailable", "choose", "provide", "stepping", "version"]
+__all__ = ["FILES", "QUICK_LEAVES_OUT", "Unavailable", "choose", "provide", "stepping", "version", "version_of"]

@@ -1,6 +1,4 @@
-"""flce_ops: eager, compiled, captured as a graph, with other budgets, recomputing in backward, on rows compacted by
-hand.
-"""
+"""flce_ops: eager, compiled, captured as a graph, with other budgets, on rows compacted by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..data import IGNORE_INDEX, Problem
+from ..data import Problem
 from ..kl_div import in_one_call as divergence_in_one_call
 from ..modes import MODES, Loss, Mode, Step, step_of
 from ..policy import in_one_call
@@ -24,20 +22,6 @@ SPARSE = {
 }
 RETAINED = 4 << 30  # bytes, enough for the logits of all tokens of these shapes
 WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_6MiB": 6}
-
-
-def _recomputing(loss: Loss, mode: Mode) -> Loss:
-    """The mean of per-token losses, or the losses themselves. Backward makes the gradients from recomputed logits."""
-    from flce_ops import workspace
-
-    def per_token(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        with workspace(retained=0):
-            losses = loss(input, linear_weight, target, reduction if mode.per_token else "none")
-        if mode.per_token or reduction == "none":
-            return losses
-        return losses.mean() if mode.kind else losses.sum() / (target != IGNORE_INDEX).sum()
-
-    return per_token
 
 
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
@@ -125,7 +109,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if name == "ours_compacted":
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
-    if mode.name == "policy" and name != "ours_recompute":  # the policy's formula on losses per token
+    if mode.name == "policy":  # the policy's formula on losses per token
         if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")
         loss, mode = in_one_call(problem), MODES["fwd_bwd"]
@@ -136,10 +120,6 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         return step_of(torch.compile(loss, dynamic=False, fullgraph=True), problem, mode)
     if name == "ours_captured":
         return _captured_step(step_of(loss, problem, mode), problem)
-    if name == "ours_recompute":
-        if not mode.backward:
-            raise Unavailable("not in this mode")
-        return step_of(_recomputing(loss, mode), problem, mode)
 
     if name == "ours_compacted":
         return _compacted_step(loss, problem, mode)

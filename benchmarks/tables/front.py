@@ -66,6 +66,4 @@ def text(timed: Figures) -> str:
     return f"{ms:.1f} ms, {mib:,.0f} MiB"
 
 
-TABLES = {
-    "front": lambda: lines(rows_of("fwd_bwd"), rows_of("objectives"), rows_of("clients")),
-}
+TABLES = {"front": lambda: lines(rows_of("fwd_bwd"), rows_of("objectives"), rows_of("clients"))}

@@ -1,4 +1,4 @@
-"""Tables of the other objectives, from objectives.csv, objective_errors.csv and float32_head.csv."""
+"""Tables of the other objectives, from objectives.csv and objective_errors.csv."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def times(rows: Rows) -> str:
             cells = {provider: figures(row, shortest) for provider, row in timed.items() if row}
             others = (f"{label} {cells[peer]}" for peer, label in peers.items() if peer in cells)
             body.append((name, cells.get("ours", ""), cells.get("torch_compile", ""), "; ".join(others)))
-    return f"{measured_at(rows, PEERS)}\n\n{markdown(['', 'flce_ops', 'torch.compile of the plain formula', 'others'], body)}"
+    heading = ["", "flce_ops", "torch.compile of the plain formula", "others"]
+    return f"{measured_at(rows, PEERS)}\n\n{markdown(heading, body)}"
 
 
 def figures(row: dict[str, str], shortest: float) -> str:
@@ -149,37 +150,9 @@ def largest(rows: Rows, whose: str, columns: tuple[str, ...]) -> str:
     return error(max(float(row[f"{whose}_{column}"]) for row in rows for column in columns))
 
 
-HEADS = (("error", "ours"), ("error", "float32"), ("error", "mixed"), ("error", "rounded"), ("apart", "float32"))
-HEADINGS_OF_HEADS = (
-    "`linear_log_probs`",
-    "float32 copies",
-    "float32 result",
-    "rounded logits",
-    "apart from float32 copies",
-)
-
-
-def float32_heads() -> str:
-    rows = rows_of("float32_head") or rows_of("float32_head", "nvidia-h100")
-    rows = [row for row in rows if row["number"] == "log_probs"]
-    body = []
-    for where in dict.fromkeys((row["dtype"], row["N"], row["D"], row["V"]) for row in rows):
-        dtype, *shape = where
-        of_shape = [row for row in rows if (row["dtype"], row["N"], row["D"], row["V"]) == where]
-        body.append((f"{dtype}, {'x'.join(shape)}", *(of_head(of_shape, *column) for column in HEADS)))
-    first = rows[0]
-    said = f"{first['gpu']}, torch {first['torch']}, commit {first['commit']}:"
-    return f"{said}\n\n{markdown(['', *HEADINGS_OF_HEADS], body)}"
-
-
-def of_head(rows: Rows, column: str, head: str) -> str:
-    return next((error(row[column]) for row in rows if row["head"] == head and row[column]), "")
-
-
 TABLES = {
     "objectives: times": lambda: times(rows_of("objectives")),
     "objectives: options": lambda: costs(rows_of("objectives")),
     "objectives: errors": lambda: errors(rows_of("objectives")),
     "objective errors": errors_by_device,
-    "float32 head": float32_heads,
 }

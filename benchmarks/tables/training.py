@@ -1,7 +1,5 @@
-"""Tables of training runs, from training.csv and training_counts.csv.
-
-losses    one line for each setting: the range over its runs, and of the differences from the exact run of the same seed
-counts    the mean of these differences, by how often a class occurs in the training text
+"""Tables of training runs, from training.csv: one line for each setting, the range over its runs, and the range of the
+differences from the exact run of the same seed.
 
 And of steps with a sparse gradient, on trained models' hidden states and a flat prior, from sparse.csv.
 """
@@ -9,7 +7,7 @@ And of steps with a sparse gradient, on trained models' hidden states and a flat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 from .markdown import Rows, error, markdown, rows_of, shape_of, span
 
@@ -56,22 +54,6 @@ def losses(runs: Rows) -> str:
     return markdown(heading, body)
 
 
-def counts(groups: Rows) -> str:
-    least = sorted({int(row["least_count"]) for row in groups} - {0})
-    heading = [f"{count:,} to {10 * count:,}" for count in least[:-1]] + ["more"]
-    body = []
-    for name, label in LABELS.items():
-        if any(row["setting"] == name for row in groups):
-            of_count = [[row for row in groups if int(row["least_count"]) == count] for count in least]
-            if name == EXACT:
-                exact = [[float(row["held_out_loss"]) for row in some if row["setting"] == EXACT] for some in of_count]
-                cells = [f"{fmean(values):.2f}" for values in exact]
-            else:
-                cells = [f"{fmean(above_exact(some, name, 'held_out_loss')):+.3f}" for some in of_count]
-            body.append([label, *cells])
-    return markdown(["", *heading], body)
-
-
 STEPS = {
     "ours": "exact",
     "ours_sparse_10": "unbiased, $2^{-10}$",
@@ -105,6 +87,5 @@ def sparse_steps(rows: Rows) -> str:
 
 TABLES = {
     "training: losses": lambda: losses(finished("training")),
-    "training: counts": lambda: counts(finished("training_counts")),
     "sparse.csv": lambda: sparse_steps(rows_of("sparse")),
 }

@@ -17,18 +17,20 @@ from ..meta.kl_div_checks import check_kind
 from ..objectives.class_probabilities import smoothed_and_weighted
 from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
-from .arguments import check_arguments, check_divergence, check_ranges
+from ..support.symbolic import known_only_when_it_runs
+from .arguments import FROM_DATA, check_arguments, check_divergence, check_ranges
 from .loss import layout_of_call, weightless
 from .schemas import CrossEntropy, KlDiv
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
 OP = "linear_kl_div"
+NUMBERS = ("softcap", "teacher_softcap", "logit_scale", "teacher_logit_scale", "temperature")
 
 
 def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
-    check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=call.temperature)
+    check_ranges(OP, **{name: getattr(call, name) for name in NUMBERS})
     kind = resolve_kind(call.kind, call.beta)
     layout = layout_of_call(OP, call)
     operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
@@ -70,6 +72,8 @@ def resolve_kind(kind: str, beta: Number) -> str:
     / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
     check_kind(OP, kind)
+    if known_only_when_it_runs(beta):
+        raise ValueError(FROM_DATA.format(op=OP, name="beta"))
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{OP}: expected beta in [0, 1], got {beta}")
     if kind == "jsd" and beta in (0.0, 1.0):

@@ -1,8 +1,8 @@
 """The combinations that are not implemented: a table from features of a call to the text of the error.
 
-    source        a low-rank pair, positions (a head for each), a support, a quantized head
+    source        positions (a head for each)
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
-    sink          main_grad, sparse gradient, tiles, gradient_class_order, batch_invariant
+    sink          main_grad, sparse gradient, gradient_class_order, batch_invariant
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
 What a single argument or one operator does not do is in support/holes.py. All other combinations are implemented. A new
@@ -26,8 +26,8 @@ def wants_gradient(call: Any) -> bool:
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
-# "sharded vocabulary", "recomputing shards" and "a quantized head" depend on the layout or on the path, so the caller
-# adds them. The others follow from the arguments.
+# "sharded vocabulary" and "recomputing shards" depend on the layout or on the path, so the caller adds them. The others
+# follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "sharded vocabulary")
 FEATURES += ("batch_invariant", "a CPU")
@@ -77,8 +77,8 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
     },
     "batch_invariant": {
         ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented; leave it out",
-        ("a CPU",): "batch_invariant on a CPU is not implemented; leave it out",
         ("sparse gradient",): "batch_invariant of a sparse gradient is not implemented; leave one of them out",
+        ("a CPU",): "batch_invariant on a CPU is not implemented; leave it out",
     },
     "positions": {
         ("DTensors",): "a K-dimensional loss (linear_weight of shape {linear_weight}) with DTensors is not "

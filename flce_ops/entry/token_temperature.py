@@ -109,7 +109,7 @@ def check_scale(op: str, name: str, scale: Tensor, input: Tensor) -> None:
         refuse_hole(op, "scale of DTensors", name=name)
     if scale.dim() != 0:
         raise ValueError(f"{op}: expected {name} to be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
-    if scale.is_complex():
+    if scale.is_complex() or scale.dtype == torch.bool:
         raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
     if scale.device.type != "cpu":
         check_device(op, input, "input", **{name: scale})

@@ -103,7 +103,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,  # (...), or ()
+    temperature: float | Tensor = 1.0,  # ()
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     target_weight: Tensor | None = None,  # (..., K)
@@ -163,7 +163,7 @@ def linear_cross_entropy(
         logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
             gets its gradient.
         temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
-            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
+            gets its gradient.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
             Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient or metrics are
@@ -176,7 +176,7 @@ def linear_cross_entropy(
             number of valid tokens in the whole batch under gradient accumulation or data parallelism.
         shift: target holds the labels of the same positions as input, (..., T). The token at position t is scored
             against the label at t + 1, as causal language models are, and the last token of each sequence is ignored.
-            token_weight and temperature stay those of position t. In packed sequences label the first token of each
+            token_weight stays that of position t. In packed sequences label the first token of each
             sequence ``ignore_index``. Only labels are copied. Not for probabilities, soft targets, K-dimensional
             losses, and labels whose sequences are sharded.
         main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype. Backward adds
@@ -196,8 +196,7 @@ def linear_cross_entropy(
             linear_weight and of its gradient.
         batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other
             tokens are, and how many, as those of losses and log-probabilities always are. For "sum", "none", and "mean"
-            with a normalizer. 16-bit dtypes on NVIDIA GPUs. Over a sharded vocabulary it gives losses and metrics the
-            bits of one rank, and promises nothing of the gradient. See docs/agreement.md.
+            with a normalizer. 16-bit dtypes on one NVIDIA GPU. See docs/agreement.md.
         return_metrics: also return by-products of the same pass, without a host synchronisation: True for the accuracy
             and the argmax, or names. With ``p = softmax(z)``, in nats::
 
@@ -224,12 +223,12 @@ def linear_cross_entropy(
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V). On CUDA a device-side assert instead, without a host synchronisation.
-        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``, ``target_weight`` or
+        NotImplementedError: forward-mode derivatives; a gradient for ``weight``, ``target_weight`` or
             probabilities; second derivatives of the loss of probabilities; probabilities or a K-dimensional loss beside
             DTensors; target_weight with a K-dimensional loss. main_grad under torch.func or create_graph=True, beside
             DTensors, for probabilities or a K-dimensional loss. gradient_threshold for probabilities, a K-dimensional
-            loss, float16, main_grad, create_graph=True, and over a sharded vocabulary for anything but a scalar loss
-            of one class per token.
+            loss, float16, main_grad, create_graph=True, and over a sharded vocabulary. batch_invariant over a sharded
+            vocabulary and on a CPU.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation

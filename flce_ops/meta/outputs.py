@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ..math.options import accumulation_dtype
 from .call import Result
+from .shapes import check_shapes
 
-# N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
+# N tokens, K classes of a target, D hidden, V vocabulary
 
 Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
 
 
 def outputs(call: Any) -> Any:
-    """The uninitialised results of a call: a tuple, or the only one. The entry operators have checked its arguments."""
+    """Checks the call's shapes. Returns its uninitialised results: a tuple, or the only one."""
+    check_shapes(call)
     results = allocate(call.results, call)
     return results if len(results) > 1 else results[0]
 

@@ -9,9 +9,8 @@ backward           saves its arguments                                       <- 
 """
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
-from .._ops import ops
 from ..math.options import Cotangents
 from ..meta.arguments import (
     Backward,
@@ -22,8 +21,6 @@ from ..support.holes import refuse_hole
 from ..support.torch_private import (
     differentiated,
     runs_in_this_backward,
-    save_without_version_check,
-    traced_input,
 )
 from .function import (
     OPERANDS,
@@ -44,15 +41,15 @@ class ForwardFunction(OperatorFunction):
     @classmethod
     def with_gradient(cls, values):
         retain = Forward.index["retain"]
-        values[retain] = values[retain] or saved_rows(Forward.of(values))
+        if not saves_logits(values[retain]):
+            values[retain] = saved_rows(Forward.of(values))
 
     @classmethod
     def for_backward(cls, ctx, call, results):
         _, lse, _, expected_log_prob, *_, lse_rest, retained = results
         # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
         ctx.main_grad, call.main_grad = call.main_grad, None
-        ctx.traced = None if ctx.main_grad is None else traced_input(ctx.main_grad)
-        return lse, expected_log_prob, lse_rest, *([retained] if call.retain else [])
+        return lse, expected_log_prob, lse_rest, *([retained] if saves_logits(call.retain) else [])
 
     @classmethod
     def gradients(cls, ctx, call, saved, *cotangents):
@@ -71,8 +68,6 @@ class ForwardFunction(OperatorFunction):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        if ctx.traced is not None:  # by now the whole forward graph has been traced
-            save_without_version_check(ctx.traced, ops.linear_cross_entropy_forward.default)
         gradients = backward.like(
             call,
             cotangents=Cotangents(*of_loss),
@@ -87,6 +82,13 @@ class ForwardFunction(OperatorFunction):
         if into:
             mask[1] = False
         return where_wanted(gradients, mask)
+
+
+def saves_logits(retain: int | SymInt) -> bool:
+    """A symbolic number of rows is not compared with 0. The comparison would be a guard, which a number that depends on
+    data cannot have. Backward takes saved logits of no row, too.
+    """
+    return isinstance(retain, SymInt) or retain > 0
 
 
 def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard

@@ -71,6 +71,21 @@ def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
             grad.mul_(factor)
 
 
+def gradients_of_loss(
+    function: type["MadeInForward"],
+    ctx,
+    call: Any,
+    saved: Sequence[Tensor],  # the losses, and the gradients that forward made
+    grad_loss: Tensor | None,
+    *others: Tensor | None,
+) -> dict[str, Tensor | None]:
+    made = function.arguments.made
+    *needs, needs_row_scale = wanted(ctx, function.arguments, *made, "row_scale")
+    found, losses = function.times(call, saved, needs, grad_loss, *others)
+    grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+    return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
+
+
 class MadeInForward(OperatorFunction):
     """For an operator that returns loss, losses (N,), the gradients, and constants. Only the loss has a derivative."""
 
@@ -89,11 +104,7 @@ class MadeInForward(OperatorFunction):
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *others):
-        made = cls.arguments.made
-        *needs, needs_row_scale = wanted(ctx, cls.arguments, *made, "row_scale")
-        found, losses = cls.times(call, saved, needs, grad_loss, *others)
-        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
-        return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
+        return gradients_of_loss(cls, ctx, call, saved, grad_loss, *others)
 
     @classmethod
     def times(

@@ -1,12 +1,6 @@
 """The derivatives of the scalar losses of a head, and how their gradients are made under create_graph.
 
-linear_cross_entropy, policy losses   under create_graph, from the operators that have derivatives
-a frozen head with a low-rank pair    linear_weight is a constant
-    with an output_mask     forward makes the gradients
-    with an empty mask      backward runs the operator again, with row_scale as the slopes of the tokens' losses. So the
-                            losses may get a gradient, too.
-    under create_graph      as for linear_cross_entropy, with the pair as more features of input and of a copy of
-                            linear_weight
+Forward makes the gradients. Under create_graph they are made again, by the operators that have derivatives.
 """
 
 from collections.abc import Callable, Sequence

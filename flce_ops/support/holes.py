@@ -15,7 +15,9 @@ HOLES = {
     # arguments that get no gradient
     "number": "{name} gets no gradient here; pass it detached",
     "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",
-    "temperature of tokens": "a temperature of each token is not implemented; pass input / temperature",
+    "temperature of tokens": "a temperature of each token is not implemented; pass input / temperature.unsqueeze(-1), "
+    "or logits so divided; with linear_bias make the bias one more feature of both operands first; with softcap call "
+    "once for each temperature",
     "weight": "weight (class weights) gets no gradient; pass weight.detach()",
     "target": "target (class probabilities) gets no gradient; pass target.detach()",
     "target_weight": "target_weight gets no gradient; pass target_weight.detach()",

@@ -20,11 +20,19 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from typing import Any
 
 import torch
 
 DEFAULT_WORKSPACE_BYTES = 512 << 20
+
+# Rows of logits that a chunk of a one-pass step or of a backward step in Triton holds at least, unless there are fewer
+# tokens: DEFAULT_ROWS where no workspace was set, LEAST_ROWS where one was. Each chunk adds to all of
+# grad_linear_weight. With 256000 classes the default is 1 GiB instead of 512 MiB, and saves half of these additions.
+# Fewer than 512 rows take twice the three GEMMs' time.
+DEFAULT_ROWS = 2048
+LEAST_ROWS = 512
 
 # The default for saved logits, in workspaces: 1 GiB. It holds 4096 tokens of 128256 classes. At D = 4096 this is no
 # more than a scalar loss keeps between forward and backward: its gradients, D (N + V) 16-bit numbers.
@@ -82,7 +90,7 @@ class Budget:
                 self.blocks.remove(block)
 
 
-_temporary = Budget(DEFAULT_WORKSPACE_BYTES)
+_temporary = Budget(None)  # None: the default
 _retained = Budget(None)
 
 
@@ -91,8 +99,17 @@ _taken = threading.local()
 
 
 def get_workspace() -> int:
-    """Bytes of temporary memory that one operator call may use, minus those that this thread's call has reserved."""
-    return _temporary.get() - getattr(_taken, "nbytes", 0)
+    """Bytes of temporary memory that one operator call may use, minus those that this thread's call has reserved.
+
+    Without `set_workspace` these are 512 MiB, or more if 2048 rows of a head's logits need more.
+    """
+    given = _temporary.get()
+    return (DEFAULT_WORKSPACE_BYTES if given is None else given) - getattr(_taken, "nbytes", 0)
+
+
+def least_rows() -> int:
+    """Rows of logits that are held at a time even if the workspace is too small for them."""
+    return DEFAULT_ROWS if _temporary.get() is None else LEAST_ROWS
 
 
 def get_retained() -> int:
@@ -126,9 +143,9 @@ def float32_sum_fits(elements: int) -> bool:
     return 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
 
 
-def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> None:
-    """Set the bytes of temporary memory that one operator call may use (default 512 MiB), and those of logits that may
-    wait for backward (default: twice as many).
+def set_workspace(nbytes: float | None = None, *, retained: float | None = None) -> None:
+    """Set the bytes of temporary memory that one operator call may use (default 512 MiB, or 2048 rows of logits where
+    these are more), and those of logits that may wait for backward (default: twice as many bytes).
 
     The values hold in all threads, from now on: inside `with workspace(...)` blocks that are open, too, and after these
     are left. An argument that is not given stays as it is. In a function that is being compiled the call is a graph
@@ -136,21 +153,21 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
 
     Args:
         nbytes: temporary memory of one call. Kernels read the value when they run, in compiled graphs too, so nothing
-            is compiled again. At least 128 rows of logits are always held (64 on a CPU, except in linear_kl_div), so a
-            very small value is exceeded rather than refused. On a CPU a chunk takes no more than 16 MiB, unless that is
-            fewer than 128 rows. The ATen kernels sum the weight's gradient of 16-bit operands over chunks in float32 if
-            that (V, D) sum takes at most half of nbytes or 32 MiB, on a CPU over more than 8 chunks. The float32 sums
-            of a double backward come on top.
+            is compiled again. Triton's kernels always hold at least 512 rows of logits (128 in linear_kl_div), ATen 128
+            (64 on a CPU), so a very small value is exceeded rather than refused. On a CPU a chunk takes no more than 16
+            MiB, unless that is fewer than 128 rows. The ATen kernels sum the weight's gradient of 16-bit operands over
+            chunks in float32 if that (V, D) sum takes at most half of nbytes or 32 MiB, on a CPU over more than 8
+            chunks. The float32 sums of a double backward come on top.
         retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs) and a
             scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of 16-bit operands: 3
             GEMM passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was
             traced.
 
     Raises:
-        ValueError: `nbytes` is not a positive integer, or `retained` a negative one.
+        ValueError: `nbytes` is not a positive whole number (1e9 is one), or `retained` is negative.
         RuntimeError: in a function that is compiled with fullgraph=True.
     """
-    check_bytes("set_workspace", nbytes, retained)
+    nbytes, retained = checked_bytes("set_workspace", nbytes, retained)
     if nbytes is not None:
         _temporary.set(nbytes)
     if retained is not None:
@@ -158,7 +175,7 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
 
 
 @contextmanager
-def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iterator[None]:
+def workspace(nbytes: float | None = None, *, retained: float | None = None) -> Iterator[None]:
     """`set_workspace(...)` for the calls (forward and backward) made inside the `with` block, in every thread.
 
     If several blocks are open, nested or in several threads, the one entered last decides, in all threads. When all
@@ -167,21 +184,29 @@ def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iter
     Raises:
         ValueError: as set_workspace.
     """
-    check_bytes("workspace", nbytes, retained)
+    nbytes, retained = checked_bytes("workspace", nbytes, retained)
     with _temporary.block(nbytes), _retained.block(retained):
         yield
 
 
-def check_bytes(function: str, nbytes: int | None, retained: int | None) -> None:
+def checked_bytes(function: str, nbytes: float | None, retained: float | None) -> tuple[int | None, int | None]:
     if torch.compiler.is_dynamo_compiling():  # otherwise the graph would run with the value that holds outside
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
-    if (nbytes is not None or retained is None) and not (type(nbytes) is int and nbytes > 0):
-        raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")
-    if retained is not None and not (type(retained) is int and retained >= 0):
-        raise ValueError(f"{function}: expected retained to be a number of bytes, got {retained!r}")
+    if nbytes is not None or retained is None:
+        nbytes = whole_number(nbytes, 1, f"{function}: expected a positive number of bytes")
+    if retained is not None:
+        retained = whole_number(retained, 0, f"{function}: expected retained to be a number of bytes")
     for given in (nbytes, retained):
         if given and given < SUSPICIOUS_BYTES:
             warnings.warn(
                 f"{function}: {given} bytes hold no row of a usual head's logits; for {given} MiB pass {given} << 20",
                 stacklevel=3,
             )
+    return nbytes, retained
+
+
+def whole_number(value: float | None, least: int, expected: str) -> int:
+    """`value` as an integer: 1e9 and numpy's integers are whole numbers, too."""
+    if not isinstance(value, Real) or isinstance(value, bool) or value % 1 != 0 or value < least:  # inf % 1 is nan
+        raise ValueError(f"{expected}, a whole one such as 10**9 or 1 << 30, got {value!r}")
+    return int(value)

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass, fields
 
-# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
+# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher
 
-FUNCTIONS = (
-    *("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy", "low_rank"),
-)
+FUNCTIONS = (*("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy"),)
 LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded", "repeated")
 
 # How derivatives are taken. Only this package uses the others; plain torch uses "grad" in their place.
-SECOND_ORDER = ("create_graph", "func_twice", "hvp")
-REFUSED = ("forward_mode", "third")
+SECOND_ORDER = ("create_graph", "func_twice", "hvp", "third")  # third derivatives are taken, and not compared
 SPARSE_MODES = ("backward", "grad", "retain_graph", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks")
 BUFFER_MODES = (  # modes with main_grad; "zeroed": the buffer is zeroed between forward and backward
     *("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks"),
@@ -21,7 +18,7 @@ BUFFER_MODES = (  # modes with main_grad; "zeroed": the buffer is zeroed between
 MODES = (
     *("backward", "grad", "retain_graph", "create_graph_once", *SECOND_ORDER, "func", "batched", "vmap"),
     *("checkpoint", "reentrant_checkpoint", "saved_tensor_hooks", "no_grad", "inference_mode"),
-    *("two_forwards", "two_backwards", "compile_eager", "compile_aot", *REFUSED),
+    *("two_forwards", "two_backwards", "compile_eager", "compile_aot", "forward_mode"),
 )
 
 # Who holds what: DTensors on a mesh of one rank, whose shards are whole. (Meshes of more: tests/layouts.)
@@ -109,8 +106,6 @@ class Case:
     kl_factor: float = 0.0
     kl_estimator: str = "k3"
     on_policy: bool = False  # on-policy: without old log-probabilities
-    rank: int = 1
-    frozen: bool = False  # whether the head beside a low-rank pair is frozen
     sparse: str = ""  # gradient_mode, with a gradient_threshold
     threshold: float = 2.0**-6
     class_order: bool = False  # gradient_class_order, a permutation
@@ -118,7 +113,6 @@ class Case:
     mesh: str = ""  # what is sharded
     workspace: int = 0  # bytes; 0 for the default
     short_chunks: bool = False  # the fewest rows of a chunk lowered, so that few tokens make several
-    recompute: bool = True  # whether a small workspace of the Triton path may recompute
     handed_over: bool = False  # the logits may be overwritten
     uninitialized: bool = False  # fill torch.empty with nan
 

@@ -8,7 +8,7 @@ from tests.fuzz.cases import BUFFER_MODES, MESH_MODES, METRICS, SPARSE_MODES, Ca
 # D hidden, V vocabulary
 
 
-MODULES = ("head", "loss_module", "low_rank")  # which take no DTensors by themselves, or only a part of them
+MODULES = ("head", "loss_module")  # which take no DTensors by themselves
 
 
 def consistent(case: Case) -> Case:
@@ -103,8 +103,6 @@ def newer_options(case: Case) -> dict:
         new["metrics"] = tuple(name for name in case.metrics if name in METRICS) or ("lse",)
     if topk or case.label_smoothing or case.z_loss:
         new["V"] = max(case.V, 2)  # with one class the gradient is 0 up to rounding, or z_loss's beside it
-    if case.function == "low_rank":
-        new["poison"] = ""  # the pair's features would have to be poisoned too
     special = case.function == "cross_entropy" and not topk
     if not special or case.mode not in SPARSE_MODES or case.dtype not in ("float32", "float64") or case.autocast:
         new["sparse"] = ""
@@ -122,7 +120,7 @@ def newer_options(case: Case) -> dict:
 
 
 def can_be_learnt(case: Case) -> bool:
-    if case.sparse or case.function == "low_rank":
+    if case.sparse:
         return False
     if case.mode.startswith("compile") and (case.learnt in ("softcap", "z_loss") or case.softcap is not None):
         return False  # Dynamo wraps the error
@@ -138,8 +136,6 @@ def possible_relations(case: Case) -> set[str]:
     if case.function == "policy":  # the old log-probabilities are computed from the leaves
         kept &= {"penalty", "two calls", "token_weight of input", "token_weight of weight", "normalizer of input"}
         kept |= {"normalizer of token_weight"} & set(case.relations)
-    if case.function == "low_rank":
-        kept -= {"token_weight of losses"}
     if case.main_grad:  # autograd gets no gradient of the weight
         kept &= {"two calls", "token_weight of input", "normalizer of input", "normalizer of token_weight"}
     if case.shift and len(case.tokens) == 1:

@@ -84,7 +84,6 @@ def function(random: Random, case: Case) -> dict:
         "kl_div": 14,
         "given_logits": 10,
         "policy": 10,
-        "low_rank": 6,
     }
     return {"function": choose(random, shares)}
 
@@ -140,7 +139,7 @@ def flags(random: Random, case: Case) -> dict:
 
 def newer(random: Random, case: Case) -> dict:
     """Arguments that few functions have."""
-    new: dict = {"shift": random.random() < 0.15, "rank": random.randint(1, 9), "frozen": random.random() < 0.6}
+    new: dict = {"shift": random.random() < 0.15}
     topk = maybe(random, 0.25, random.randint(1, 12), 0)
     if case.function in ("cross_entropy", "metrics", "log_probs"):
         new |= {"topk": topk, "tail": case.function == "log_probs" and random.random() < 0.5}
@@ -212,8 +211,6 @@ def layouts(random: Random, case: Case) -> dict:
         random,
         {("input", "weight"): 2, ("input",): 1, ("weight",): 1, names: 4, ("bias",): 0.4, ("token_weight",): 0.3},
     )
-    if case.function == "low_rank":
-        subset += ("pair_input", "pair_weight")
     return {
         "input_layout": choose(random, kinds),
         "weight_layout": choose(random, {**kinds, "repeated": 0.0}),  # equal classes have equal rounding errors
@@ -240,7 +237,6 @@ def cuts(random: Random, case: Case) -> dict:
     return {
         "workspace": choose(random, {0: 5, 1: 3, 4096: 1, 65536: 1, 262144: 1}),
         "short_chunks": random.random() < 0.5,
-        "recompute": random.random() < 0.5,
         "handed_over": case.function == "given_logits" and random.random() < 0.7,
         "uninitialized": random.random() < 0.5,
     }

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import flce_ops
 import flce_ops.aten.chunks
+import flce_ops.support.workspace as budgets
 from tests.fuzz.cases import Case
 from tests.fuzz.consistent import consistent
 from tests.fuzz.exact import Failure, check_constants, pattern
@@ -113,17 +114,12 @@ def constants_of_chunking(case: Case, device: str) -> list[tuple[object, str, in
         return found
     # kl_div_chunking: imported before the constants that it takes from chunks.py change
     from flce_ops.triton.divergence import kl_div_chunking  # noqa: F401
-    from flce_ops.triton.steps import backward, chunking, chunks, forward, gradients, overlay
+    from flce_ops.triton.steps import chunking, chunks, forward, gradients
 
-    for remembered in (chunking.best_chunking, chunking.fewest_steps):  # clear what was cached with other constants
-        remembered.cache_clear()
+    chunking.best_chunking.cache_clear()  # of what was cached with other constants
     if case.short_chunks:
-        modules = (backward, chunks, chunking, forward, gradients)
-        found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in modules]
-        if device == "interpreter":  # the tiles of the interpreter's logits are 128 wide
-            found += [(module, "BLOCK_V", 128) for module in (overlay, backward)]
-    if not case.recompute:
-        found.append((chunking, "RECOMPUTE_BELOW", 0))
+        found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in (chunks, forward, gradients)]
+        found.append((budgets, "LEAST_ROWS", ROWS_OF_SHORT_TRITON_CHUNKS))
     return found
 
 
@@ -139,10 +135,8 @@ def refusal_is_documented(case: Case, error: Exception) -> bool:
     return (
         (case.mode == "forward_mode" and "forward-mode" in text)
         or (case.mode == "vmap" and "vmap over an empty batch" in text)
-        or (case.mode == "third" and "third derivatives are not implemented" in text)
         or (higher and case.function == "kl_div" and "second derivatives are not implemented" in text)
         or (higher and case.function == "given_logits" and "second derivatives of a scalar loss" in text)
-        or (higher and case.entropy and "second derivatives through the entropy" in text)
     )
 
 

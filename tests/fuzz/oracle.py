@@ -37,8 +37,6 @@ def call(case: Case, at: Tensors) -> Tensors:
             at["bias"] = torch.where(off, -torch.inf, torch.where(off, 0.0, at["bias"]) * factor)
         scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
     cap = learnt.get("softcap", case.softcap)
-    if case.function == "low_rank" and case.frozen:
-        at["weight"] = at["weight"].detach()
     if case.sparse:
         return {"loss": sparse_loss(case, at, valid, scale / temperature)}
     z = activated(given_logits(at) if case.function == "given_logits" else product(at), scale, cap) / temperature
@@ -160,9 +158,7 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
 
 
 def product(at: Tensors) -> Tensor:
-    z = F.linear(at["input"], at["weight"], at.get("bias"))
-    # added as an adapter adds its own
-    return z + F.linear(at["pair_input"], at["pair_weight"]) if "pair_input" in at else z
+    return F.linear(at["input"], at["weight"], at.get("bias"))
 
 
 def given_logits(at: Tensors) -> Tensor:

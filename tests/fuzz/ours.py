@@ -66,8 +66,6 @@ class Ours:
                     logits, at["target"], inplace_backward=case.handed_over, **options, **sums
                 )
             }
-        if case.function == "low_rank":
-            return {"loss": self.low_rank(case, at, options | sums)}
         if case.topk:
             options["target_weight"] = at["target_weight"]
         if case.sparse:
@@ -108,14 +106,6 @@ class Ours:
             **options,
         )
         return {"loss": found.loss} | ({} if "token_weight" in at else {"metric log_probs": found.log_probs})
-
-    def low_rank(self, case: Case, at: Tensors, options: dict) -> Tensor:
-        weight = at["weight"].detach() if case.frozen else at["weight"]
-        normalizer = options.get("normalizer")
-        if isinstance(normalizer, float):
-            options["normalizer"] = torch.tensor(normalizer, device=weight.device)
-        operands = (at["input"], weight, at["pair_input"], at["pair_weight"], at["target"], at.get("bias"))
-        return torch.ops.flce.linear_cross_entropy_low_rank(*operands, **options)
 
     def of_module(self, case: Case, at: Tensors, options: dict) -> Tensor:
         prefix = "linear." if case.function == "loss_module" else ""

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from tests.fuzz.cases import Case
 
-# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher, r rank of a pair
+# N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher
 
 Tensors = dict[str, Tensor]
 View = Callable[[Tensor], Tensor]
 
 LOG_RATIOS = (-0.7, -0.15, 0.12, 0.6, 1.6)  # of a policy; none is near the logarithm of a bound
 LOGITS = {"large": 100.0, "huge": 2000.0}  # the largest magnitude
-VECTORS = ("bias", "class_weight", "token_weight", "target")
 
 
 class Problem:
@@ -110,9 +109,6 @@ class Problem:
             self.put("normalizer", value, "rows", vector_dtype if case.normalizer == "tensor" else None)
         if case.function == "kl_div":
             self.make_teacher(input, weight)
-        if case.function == "low_rank":
-            self.put("pair_input", self.normal(*tokens, case.rank), case.input_layout, self.dtype, of_tokens=True)
-            self.put("pair_weight", 0.3 * self.normal(V, case.rank), case.weight_layout, self.dtype)
         if case.sparse:
             self.put("gradient_seed", torch.tensor(case.seed), "rows", None)
         if case.class_order:

@@ -47,7 +47,7 @@ def outputs_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[T
 
 
 def tokens_of(at: Tensors) -> list[str]:
-    names = ("input", "target", "token_weight", "teacher_input", "teacher_probs", "target_weight", "pair_input")
+    names = ("input", "target", "token_weight", "teacher_input", "teacher_probs", "target_weight")
     names += oracle.OF_POLICY
     return [name for name in names if name in at]
 

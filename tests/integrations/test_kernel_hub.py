@@ -122,11 +122,11 @@ sys.modules["flce_ops"] = None  # an import of it raises
 loaded = kernels.get_local_kernel(pathlib.Path({str(folder)!r}))
 hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
 loaded.linear_cross_entropy(hidden, weight, torch.arange(5)).backward()
-print(loaded.explain(loaded.linear_cross_entropy, hidden, weight, torch.arange(5)))
+print(loaded.last_path())
 """
     done = run_script(script)
     assert done.returncode == 0, done.stderr
-    assert f"{kernels.get_local_kernel(folder).__name__}::linear_cross_entropy_with_grad" in done.stdout
+    assert "linear_cross_entropy_with_grad" in done.stdout
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)

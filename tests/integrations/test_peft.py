@@ -11,6 +11,7 @@ pytest.importorskip("peft")
 import peft
 import torch
 from reference_loss import error
+from test_memory import LargestTensor
 from tiny_models import TOKENS, VOCAB, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -136,7 +137,7 @@ def test_an_adapter_that_is_no_pair_is_refused_not_ignored(patch_first, targets,
 def trained_in_head(ours, theirs, batch) -> list[str]:
     """Names in the head that have a gradient, from one pass without logits; the unpatched model has the same."""
     assert not has_logits(ours(**batch))
-    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     result = loss_and_gradients(ours, **batch)
     check_same(result, loss_and_gradients(theirs, **batch))
     return [name for name, gradient in result[1].items() if gradient is not None and "lm_head" in name]
@@ -148,6 +149,16 @@ def test_lora_on_the_head(name, patch_first):
     ours, theirs = make_adapted(name, patch_first=patch_first, **ON_THE_HEAD)
     trained = trained_in_head(ours, theirs, make_batch())
     assert [name.split(".")[-3] for name in trained] == ["lora_A", "lora_B"]
+
+
+def test_lora_on_the_head_takes_three_passes_over_features_of_both():
+    """The frozen weight is copied beside B, and the copy's gradient is made."""
+    ours, _ = make_adapted(patch_first=True, **ON_THE_HEAD)
+    with FlopCounterMode(display=False) as counter, LargestTensor() as largest:
+        ours(**make_batch()).loss.backward()
+    flops = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "flce" in str(op))
+    assert flops == 3 * 2 * (3 * TOKENS) * (24 + 3) * VOCAB
+    assert largest.numel == VOCAB * (24 + 3)  # neither B A nor logits
 
 
 @pytest.mark.parametrize("how", ["merged", "disabled", "left out"])
@@ -188,7 +199,7 @@ def test_float32_adapters_on_a_bfloat16_head():
     theirs = peft.get_peft_model(model, config)
     exact, ours, batch = copy.deepcopy(theirs).double(), patch(copy.deepcopy(theirs)), make_batch()
     truth, found, plain = (loss_and_gradients(model, **batch) for model in (exact, ours, theirs))
-    assert flce_ops.last_path().op == "linear_cross_entropy_low_rank_with_grad"
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     for name, gradient in found[1].items():
         if gradient is not None:
             assert gradient.dtype == plain[1][name].dtype == torch.float32
@@ -219,7 +230,7 @@ def test_adapters_on_the_head_that_are_several_dropped_out_disabled_merged():
     ours.eval(), theirs.eval()
     with ours.disable_adapter(), theirs.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
-    with torch.no_grad():  # without gradients, the pair becomes features
+    with torch.no_grad():
         torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
     ours.merge_adapter(), theirs.merge_adapter()
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)

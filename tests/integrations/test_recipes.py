@@ -92,9 +92,8 @@ def test_a_pretraining_step_is_the_dense_step_of_the_whole_batch():
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast to bfloat16"])
-def test_the_pretraining_loop_learns(bf16):
-    assert falls(pretrain_loop.main(8, bf16=bf16, backend="aot_eager"))
+def test_the_pretraining_loop_learns_under_autocast():
+    assert falls(pretrain_loop.main(8, bf16=True, backend="aot_eager"))
 
 
 # ---------------------------------------------------------------- multi-token prediction

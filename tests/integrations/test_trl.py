@@ -1,7 +1,6 @@
 """TRL's trainers with the operators in place of its fused head take the same steps as with TRL's own, in float32."""
 
 import contextlib
-import csv
 import importlib
 import logging
 import re
@@ -296,19 +295,3 @@ def test_an_output_that_is_not_known_is_refused():
     inputs = head_inputs(torch.float32, bias=False)
     with pytest.raises(NotImplementedError, match=r"TRL asks its head for \['top_k'\], which flce_ops does not have"):
         ChunkedLogProbs.apply(*inputs, 1.0, 32, None, 1.0, ("log_probs", "top_k"))
-
-
-@pytest.mark.parametrize("case", ["SFT nll", "SFT dft"])
-def test_the_benchmark_of_clients(case, tmp_path):
-    from benchmarks import clients
-    from benchmarks.client_steps import OURS, OWN, RETAINING
-
-    sizes = "--tokens 8 --hidden 128 --vocabulary 101 --layers 1 --rounds 1 --ms 1 --device cpu".split()
-    clients.main(["--cases", f"trl:{case}", *sizes, "--out", str(tmp_path)])
-    (path,) = tmp_path.rglob("clients.csv")
-    with path.open(newline="") as file:
-        rows = {row["provider"]: row for row in csv.DictReader(file)}
-    assert list(rows) == [OWN, OURS, RETAINING][: 2 if case == "SFT nll" else 3]
-    for row in rows.values():
-        assert row["reason"] == "" and row["equal"] == "True" and float(row["head_ms"]) > 0
-        assert float(row["err_dw"]) < float(row["tolerance"])

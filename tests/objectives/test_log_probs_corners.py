@@ -5,7 +5,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from inputs import RAGGED, make_inputs
+from inputs import make_inputs
 from reference_loss import error
 from test_log_probs import BOTH, DTYPES, FLOATS, UNIT, assert_no_worse_than_plain, cotangents_of, dense, ours, run
 
@@ -30,45 +30,6 @@ def test_nothing_asked_for_is_none_and_empty_in_the_operator(device):
 def test_only_the_argmax_has_no_graph(device):
     found = ours(*make_inputs((6, 5, 7), device=device).args)
     assert [t.requires_grad for t in found] == [True, True, True, False, True]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_ignored_tokens_give_zero_and_get_no_gradient(device, softcap, dtype, poisoned_memory):
-    """Whatever the cotangents of ignored tokens are."""
-    inputs = make_inputs(device=device, dtype=dtype, bias=True)
-    ignored = inputs.target == -100
-    cotangents = {name: c.masked_fill(ignored, torch.nan) for name, c in cotangents_of(FLOATS, inputs).items()}
-    found, argmax = run(ours, inputs, cotangents, softcap=softcap)
-    for name in FLOATS:
-        assert torch.equal(found[name][ignored], torch.zeros_like(found[name][ignored])), name
-    assert torch.equal(found["input"][ignored], torch.zeros_like(found["input"][ignored]))
-    assert all(found[name].isfinite().all() for name in inputs.leaves)
-    assert torch.equal(argmax == -1, ignored) and (argmax < RAGGED[2]).all()
-    # and the contents of ignored tokens do not change a bit of the valid ones
-    inputs.input.data[ignored] = 100.0
-    again, _ = run(ours, inputs, cotangents, softcap=softcap)
-    for name, tensor in found.items():
-        assert torch.equal(again[name], tensor), name
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_tokens_ignored(device, dtype, poisoned_memory):
-    inputs = make_inputs(device=device, dtype=dtype, bias=True)
-    inputs.target.fill_(-100)
-    found, _ = run(ours, inputs, cotangents_of(FLOATS, inputs))
-    for name, tensor in found.items():
-        assert torch.equal(tensor, torch.zeros_like(tensor)), name
-
-
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_rows_of_ignored_tokens_may_hold_anything(device, bad):
-    inputs = make_inputs((9, 5, 7), device=device)
-    inputs.input.data[inputs.target == -100] = bad
-    found = ours(*inputs.args)
-    for name in FLOATS:
-        assert getattr(found, name).isfinite().all()
-    assert torch.equal(found.argmax == -1, inputs.target == -100)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,57 +6,29 @@ import pytest
 import torch
 from reference_loss import error
 from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy
-from test_policy import OBJECTIVES, RAGGED, UNIT, inner_options
+from test_policy import RAGGED, UNIT
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops import explain
 
 
-def test_three_gemm_passes_and_what_explain_says(device):
+def test_three_gemm_passes(device):
     call = make_policy((256, 16, 61), device=device)
     leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
     with FlopCounterMode(display=False) as flops:
         flce_ops.linear_policy_loss(**leaves).loss.backward()
     assert flops.get_total_flops() == 3 * 2 * 256 * 16 * 61
-    said = explain(flce_ops.linear_policy_loss, **leaves)
-    assert "a scalar loss of a policy\n  one pass      runs" in said
-    assert flce_ops.last_path().op == "linear_policy_loss_with_grad" and f"flce::{flce_ops.last_path().op}" in said
-    said = explain(flce_ops.linear_policy_loss, **leaves, reduction="none")
-    assert "flce::linear_cross_entropy_forward" in said and "of 256 tokens saved" in said
+    assert flce_ops.last_path().op == "linear_policy_loss_with_grad"
     half = {name: t.half() if name in ("input", "linear_weight") else t for name, t in leaves.items()}
-    assert "one pass      ruled out: expects another dtype than float16" in explain(flce_ops.linear_policy_loss, **half)
+    for call in (leaves | {"reduction": "none"}, half):
+        flce_ops.linear_policy_loss(**call)
+        assert flce_ops.last_path().op == "linear_cross_entropy_forward"
+        assert "of 256 tokens saved" in str(flce_ops.last_path())
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         flce_ops.linear_policy_loss(**leaves)
     assert flops.get_total_flops() == 2 * 256 * 16 * 61
-
-
-def test_a_retained_graph_and_a_grad_output(device):
-    call = make_policy(RAGGED, device=device, token_weight=True)
-    leaves = {n: t if t is None else t.requires_grad_(n in ("input", "linear_weight")) for n, t in call.items()}
-    wanted = leaves["input"], leaves["linear_weight"]
-    loss = flce_ops.linear_policy_loss(**leaves).loss
-    once = torch.autograd.grad(loss, wanted, retain_graph=True)
-    thrice = torch.autograd.grad(3.0 * loss, wanted)
-    for one, three in zip(once, thrice):
-        torch.testing.assert_close(3.0 * one, three)
-
-
-@pytest.mark.parametrize("objective", ["dual clip", "cispo"])
-def test_second_derivatives_are_the_plain_formulas(device, objective):
-    call = make_policy((11, 5, 13), device=device, dtype=torch.float64, token_weight=True)
-    options = OBJECTIVES[objective] | {"beta": 0.3}
-    names = ("input", "linear_weight", "token_weight")
-    results = []
-    for function in (plain_policy_loss, flce_ops.linear_policy_loss):
-        leaves = {n: t if t is None else t.clone().requires_grad_(n in names) for n, t in call.items()}
-        wanted = [leaves[name] for name in names]
-        gradients = torch.autograd.grad(function(**leaves, **options)[0], wanted, create_graph=True)
-        results.append([*gradients, *torch.autograd.grad(sum(g.square().sum() for g in gradients), wanted)])
-    for plain, ours in zip(*results, strict=True):
-        assert error(ours, plain) < 1e-12
 
 
 def test_torch_func(device):
@@ -139,18 +111,3 @@ def test_opcheck(device, options):
     row_scale = torch.rand(12, device=device) if options else None
     args = [*args[:3], None, *args[3:6], row_scale]
     opcheck(torch.ops.flce.linear_policy_loss_with_grad.default, args, inner)
-
-
-@pytest.mark.parametrize("name", ["dual clip", "cispo"])
-def test_an_exported_programs_decomposition_gives_the_operators_results(name):
-    call, objective = make_policy((12, 11, 31), dtype=torch.float64, bias=True), OBJECTIVES[name] | {"beta": 0.1}
-    operands = [call[n] for n in ("input", "linear_weight", "target", "linear_bias")]
-    args = [*operands, *(call[n] for n in ("advantages", "old_log_probs", "ref_log_probs"))]
-    options = inner_options(**objective)._asdict() | {"output_mask": [True, True, True]}
-    found = flce_ops.export_decompositions()[torch.ops.flce.linear_policy_loss_with_grad.default](
-        *args, None, **options
-    )
-    truth = torch.ops.flce.linear_policy_loss_with_grad(*args, None, **options)
-    assert error(found[0], truth[0]) < 1e-13 * cancellation(call, **objective)
-    for ours, exact in zip(found[1:], truth[1:], strict=True):
-        assert error(ours, exact) < 1e-13

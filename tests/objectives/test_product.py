@@ -1,6 +1,6 @@
 """Every option with every source, objective, sink and layout gives the dense formula's result, or is refused by name.
 
-source       a head; a head with a low-rank pair, frozen or trained; given logits
+source       a head; given logits
 objective    one class, K classes, class probabilities, log-probabilities, policies, divergences
 sink         gradients made in forward, or in backward (reduction="none"); main_grad; over the logits; sparse
 layout       one process; tokens sharded; vocabulary sharded
@@ -11,7 +11,7 @@ the gradients are compared with differences of the loss. The cases run in float6
 tests/kernels/test_triton_*.py test the kernels, other files the other dtypes.
 """
 
-# N tokens, K classes, D and E hidden, V vocabulary, r rank of the pair
+# N tokens, K classes, D and E hidden, V vocabulary
 
 import inspect
 import itertools
@@ -36,11 +36,9 @@ from flce_ops.entry import metrics, schemas
 from flce_ops.entry.refusals import FEATURES
 from flce_ops.math.sparse_gradient import MODES, SparseGradient
 
-PAIR = torch.ops.flce.linear_cross_entropy_low_rank
 FUNCTIONS = {name: getattr(flce_ops, name) for name in flce_ops.__all__ if re.match("linear_|cross_", name)}
-SIZES = {"...": (2, 5), "K": (3,), "D": (5,), "E": (6,), "V": (11,), "r": (2,), "": ()}
+SIZES = {"...": (2, 5), "K": (3,), "D": (5,), "E": (6,), "V": (11,), "": ()}
 SOURCES = inspect.getsource(schemas) + "".join(map(inspect.getsource, FUNCTIONS.values()))
-FUNCTIONS["linear_cross_entropy_low_rank"] = PAIR
 SHAPES = dict(re.findall(r"^    (\w+): [^#\n]*Tensor[^#\n]*# \(([^)]*?),?\)", SOURCES, re.MULTILINE))
 SHAPES |= {"topk": "..., K", "probabilities": "..., V"}  # shapes of other targets
 
@@ -49,11 +47,6 @@ HEAD, TEACHER = ("input", "linear_weight"), ("teacher_input", "teacher_weight")
 TARGETS = {"one class": ("target",), "K classes": ("topk", "target_weight"), "probabilities": ("probabilities",)}
 CELLS = {
     "linear_cross_entropy": {name: ((*HEAD, *target), {}) for name, target in TARGETS.items()},
-    "linear_cross_entropy_low_rank": {
-        f"{name}, {head}": ((*HEAD, "low_rank_input", "low_rank_weight", target[0]), {})
-        for name, target in TARGETS.items()
-        for head in ("frozen", "trained")
-    },
     "cross_entropy": {name: (("logits", *target), {}) for name, target in TARGETS.items()},
     "linear_log_probs": {name: ((*HEAD, name), {}) for name in ("target", "topk")},
     "linear_policy_loss": {
@@ -74,21 +67,23 @@ SINKS = {
     "over the logits": {"inplace_backward": True},
     **{f"sparse, {mode}": SPARSE | {"gradient_mode": mode} for mode in MODES},
 }
+IN_AUTOGRAD, SAMPLED = ("made in forward", "made in backward"), tuple(f"sparse, {mode}" for mode in MODES)
 REFUSED = {
-    "linear_cross_entropy": {
-        *(("probabilities", sink) for sink in ("main_grad", *(f"sparse, {mode}" for mode in MODES))),
-    },
-    "cross_entropy": {
-        (name, s) for name in ("K classes", "probabilities") for s in [*list(SINKS)[:2], "over the logits"]
-    },
-    "linear_cross_entropy_low_rank": {
-        (f"{name}, {head}", sink)
-        for name in ("K classes", "probabilities")
-        for head in ("frozen", "trained")
-        for sink in list(SINKS)[:2]
-    },
+    "linear_cross_entropy": {("probabilities", sink) for sink in ("main_grad", *SAMPLED)},
+    "cross_entropy": {(name, s) for name in ("K classes", "probabilities") for s in (*IN_AUTOGRAD, "over the logits")},
 }
-LEAVES = {"input", "linear_weight", "low_rank_input", "low_rank_weight", "logits"}
+ONCE = {  # cells, and options of other cells, whose second derivatives are refused
+    "linear_cross_entropy": {
+        *(("probabilities", sink) for sink in IN_AUTOGRAD),
+        *itertools.product(("one class", "K classes"), ("main_grad", *SAMPLED)),
+        *("main_grad", "gradient_threshold"),
+    },
+    "cross_entropy": {("one class", sink) for sink in ("made in forward", "over the logits")},
+    "linear_log_probs": {*itertools.product(("target", "topk"), SAMPLED), "gradient_threshold"},
+    "linear_policy_loss": {*itertools.product(("ppo", "cispo"), SAMPLED), "gradient_threshold"},
+    "linear_kl_div": set(itertools.product(CELLS["linear_kl_div"], IN_AUTOGRAD)),
+}
+LEAVES = {"input", "linear_weight", "logits"}
 
 # An option that only changes another option's term is tried together with that option.
 LARGE = {"gradient_threshold": 0.1, "gradient_seed": torch.tensor(5)}
@@ -101,11 +96,10 @@ BESIDE = {
 }
 # These options are no term of the formula: they change what is returned, or where gradients go.
 NO_TERM = {"return_metrics", "entropy", "argmax", "tail", "main_grad", "inplace_backward", "options"}
-NO_TERM |= {"batch_invariant", "gradient_class_order", *SparseGradient._fields}
+NO_TERM |= {"gradient_class_order", *SparseGradient._fields}
 # Combinations that have no effect, as documented: (option, a word of the cell or of the sink).
 INERT = {
     ("options", ""),  # chunk sizes for torch's own function
-    ("batch_invariant", ""),  # changes only kernels on a GPU
     ("inplace_backward", "made in backward"),
     ("inplace_backward", "sharded"),
     ("beta", "forward divergence"),  # only "jsd" has a mixture
@@ -127,8 +121,6 @@ def tensor_of(name: str) -> Tensor:
         target = torch.randint(SIZES["V"][0], shape)
         target[:, 1], target[:, 2], target[1, 3] = -100, 1, 7
         return target
-    if name == "support":  # of which with_target makes one that holds the target
-        return torch.stack([torch.randperm(SIZES["V"][0])[:4] for _ in range(10)]).view(2, 5, 4)
     if name == "gradient_class_order":
         return torch.randperm(*shape)
     if name == "gradient_seed":
@@ -136,7 +128,7 @@ def tensor_of(name: str) -> Tensor:
     made = torch.randn(shape, dtype=torch.float64)
     if name in ("probabilities", "teacher_probs"):
         return made.softmax(-1)
-    if name in ("linear_weight", "low_rank_weight"):
+    if name == "linear_weight":
         return made / 2
     if name == "old_log_probs":  # ratios beyond each bound, for advantages of either sign
         return torch.tensor([-9.0, -9.0, -9.0, 0.0, 0.0]) + 0.1 * made
@@ -147,33 +139,9 @@ def tensor_of(name: str) -> Tensor:
     return made if name in LEAVES else made.abs() + 0.2
 
 
-def with_target(support: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """The target first, and a token without ids; as it is for several targets a token, which are refused."""
-    ids = (support if isinstance(support, Tensor) else support[0]).view(2, 5, 4).clone()
-    if target.shape == ids.shape[:-1]:
-        ids[..., 0] = target.where(target >= 0, 3)
-    if isinstance(support, tuple):
-        return torch.cat([ids.flatten()[:8], ids.flatten()[12:]]), support[1] - 4 * (support[1] > 8)
-    ids[0, 3], ids[1, 4, 3] = -1, -1
-    return ids
-
-
-def allowed_classes(support: Tensor | tuple[Tensor, Tensor], classes: int) -> Tensor:  # (2, 5, V) bool
-    if isinstance(support, tuple):
-        rows = [torch.tensor(row) for row in (support[0][a:b].tolist() for a, b in support[1].unfold(0, 2, 1))]
-        support = torch.nn.utils.rnn.pad_sequence([row.long() for row in rows], True, -1).view(2, 5, -1)
-    found = (support[..., None] == torch.arange(classes)).any(-2)
-    return found | ~found.any(-1, keepdim=True)
-
-
 def parameters(function) -> dict[str, tuple[object, object]]:
-    """{name: (default, annotation)}. An operator gets the public function's annotations, with a number for a Scalar."""
-    if function is not PAIR:
-        return {name: (p.default, p.annotation) for name, p in inspect.signature(function).parameters.items()}
-    known = parameters(flce_ops.linear_cross_entropy)
-    types_of = {"Optional[Tensor]": Tensor, "Tensor": Tensor, "number": float, "Optional[number]": float, "int": int}
-    arguments = PAIR.default._schema.arguments
-    return {a.name: (a.default_value, types_of.get(str(a.type)) or known[a.name][1]) for a in arguments}
+    """{name: (default, annotation)}"""
+    return {name: (p.default, p.annotation) for name, p in inspect.signature(function).parameters.items()}
 
 
 def values(name: str, default: object, annotation: object) -> list:
@@ -190,12 +158,10 @@ def values(name: str, default: object, annotation: object) -> list:
             found.append(7 if part is int else 3.0 if default is None else default + 0.3)
         elif part is Tensor:
             found += [tensor_of(name), tensor_of(name)]
-            if name == "temperature":  # of each token; of all, which may be learnt
+            if name == "temperature":  # one number, which may be learnt; one of each token is refused
                 found.insert(0, torch.tensor(1.3).double().requires_grad_())
             if found[-1].is_floating_point():
                 found[-1].requires_grad_()
-        elif get_origin(part) is tuple:  # ids and offsets
-            found.append((tensor_of(name).flatten(), torch.arange(11) * 4))
         elif part is not types.NoneType:  # return_metrics' names
             found += [[metric] for metric in metrics.NAMES]
     return found
@@ -213,14 +179,7 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         z = dense_logits(take("logits"), torch.eye(*2 * SIZES["V"]).double(), logit_scale=scale, **logit_options)
     else:
         input, bias = take("input"), take("linear_bias", None)
-        if "low_rank_input" in left:
-            input = torch.cat([input, take("low_rank_input")], -1)
-            weight = torch.cat([weight, take("low_rank_weight")], -1)
         z = dense_logits(input, weight, bias, logit_scale=scale, **logit_options)[..., :vocab]
-    support, allowed = take("support", None), torch.ones_like(z, dtype=torch.bool)
-    if support is not None:
-        allowed = allowed_classes(support, z.shape[-1])
-        z = z.masked_fill(~allowed, -torch.inf)
     lse, log_q, (V,) = z.logsumexp(-1), z.log_softmax(-1), z.shape[-1:]
     target = take("target", None)
     target = torch.zeros(z.shape[:-1], dtype=torch.int64) if target is None else target
@@ -269,10 +228,10 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
     p = log_q.exp()
     of_rows = {
         "lse": lse,
-        "entropy": -(p * log_q.masked_fill(~allowed, 0.0)).sum(-1),
+        "entropy": -(p * log_q).sum(-1),
         "log_sum_sq_probs": p.square().sum(-1).log(),
     }
-    of_rows |= {"mean_logit": z.masked_fill(~allowed, 0.0).sum(-1) / allowed.sum(-1), "z_loss": penalty}
+    of_rows |= {"mean_logit": z.mean(-1), "z_loss": penalty}
     return found | {name: row.where(valid, 0.0) for name, row in of_rows.items()}, set(left)
 
 
@@ -312,6 +271,38 @@ def run(function, call: dict, place) -> tuple[dict[str, Tensor | None], list[str
     return found, learnt
 
 
+def one_process(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def twice(function, call: dict, learnt: list[str]) -> list[Tensor | None]:
+    """Second derivatives: the gradients of the squared norm of the gradients."""
+    call = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in call.items()}
+    leaves = [call[name].requires_grad_() for name in call.pop("leaves")]
+    if function is not dense and "logits" in call:
+        call["logits"] = call["logits"] * 1.0
+    results = dense(call)[0] if function is dense else results_of(function(**call))
+    first = torch.autograd.grad(scalar_of(results, learnt), leaves, create_graph=True, allow_unused=True)
+    norm = sum(grad.square().sum() for grad in first if grad is not None)
+    return torch.autograd.grad(norm, leaves, allow_unused=True)
+
+
+def has_second_derivatives(function, call: dict, learnt: list[str]) -> bool:
+    """Compares second derivatives with those of dense(); False if they are refused by name."""
+    call = call | {
+        "leaves": [name for name, value in call.items() if isinstance(value, Tensor) and value.requires_grad]
+    }
+    try:
+        found = twice(function, call, learnt)
+    except NotImplementedError as refused:
+        assert re.search("second derivatives|main_grad|create_graph", str(refused)), refused
+        return False
+    for ours, truth in zip(found, twice(dense, call, learnt), strict=True):
+        assert (ours is None) == (truth is None)
+        assert ours is None or error(ours, truth) < 1e-9
+    return True
+
+
 def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
     """Returns the results, after comparing what dense() knows; None if the call is refused by name."""
     try:
@@ -335,6 +326,8 @@ def check(function, call: dict, place) -> dict[str, Tensor | None] | None:
             continue
         ours, truth = (torch.zeros(()) if result is None else result for result in (found[name], expected[name]))
         assert error(ours.expand_as(truth), truth.expand_as(ours)) < 1e-9, name
+    if place is one_process and learnt:
+        found["twice"] = torch.ones(()) if has_second_derivatives(function, call, learnt) else None
     return found
 
 
@@ -358,21 +351,25 @@ def changed(found: dict, without: dict) -> bool:
     return found.keys() != without.keys() or not all(same(found[name], without[name]) for name in found)
 
 
-def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
-    """Returns the pairs (objective, sink) that are refused, and the options that some cell accepts."""
+def walk(name: str, place, sinks, layout: str) -> tuple[set, set, set]:
+    """Returns the pairs (objective, sink) that are refused, the pairs and options whose second derivatives are, and the
+    options that some cell accepts.
+    """
     function, options = FUNCTIONS[name], parameters(FUNCTIONS[name])
-    refused, accepted, silent = set(), set(), []
+    refused, once, accepted, silent = set(), set(), set(), []
     for (objective, (tensors, others)), sink in itertools.product(CELLS[name].items(), sinks):
         if not SINKS[sink].keys() <= options.keys():
             continue
         names = {"target" if tensor in ("topk", "probabilities") else tensor: tensor for tensor in tensors}
         base = {name: tensor_of(tensor) for name, tensor in names.items()} | others | made(SINKS[sink])
-        for leaf in LEAVES & base.keys() - ({"linear_weight"} if "frozen" in objective else set()):
+        for leaf in LEAVES & base.keys():
             base[leaf].requires_grad_()
         usual = check(function, base, place)
         if usual is None:
             refused.add((objective, sink))
             continue
+        if usual.get("twice") is None:
+            once.add((objective, sink))
         for option, (default, annotation) in options.items():
             if option in (*others, *names, *SINKS[sink]):
                 continue
@@ -382,14 +379,15 @@ def walk(name: str, place, sinks, layout: str) -> tuple[set, set]:
                 start["target"] = start["target"].clamp(min=0)
             without = check(function, start, place) if beside or option == "ignore_index" else usual
             for value in values(option, default, annotation):
-                value = with_target(value, start["target"]) if option == "support" else value
                 found = check(function, start | {option: value}, place)
                 accepted |= {option} if found is not None else set()
+                if None not in (found, without) and found.get("twice") is None and without.get("twice") is not None:
+                    once.add(option)
                 inert = any(option == known and word in f"{objective}, {sink}, {layout}" for known, word in INERT)
                 if None not in (found, without) and not inert and not changed(found, without):
                     silent.append((objective, sink, option, value))
     assert not silent, silent
-    return refused, accepted
+    return refused, once, accepted
 
 
 def test_every_function_has_its_cells():
@@ -398,11 +396,13 @@ def test_every_function_has_its_cells():
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_option_of_every_cell_has_the_results_of_its_formula_or_is_refused(name):
-    refused, accepted = walk(name, lambda name, tensor: tensor, SINKS, "one process")
+    refused, once, accepted = walk(name, one_process, SINKS, "one process")
     assert refused == REFUSED.get(name, set())
+    assert once == ONCE.get(name, set())
     own = {tensor for tensors, others in CELLS[name].values() for tensor in (*tensors, *others)}
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):  # before torch 2.13 `options` has no value but None
         own.add("options")
+    own.add("batch_invariant")  # refused on a CPU
     assert parameters(FUNCTIONS[name]).keys() - own == accepted
 
 
@@ -423,5 +423,5 @@ def walk_sharded(device, name: str, sharded: str) -> None:
         placement = Replicate() if split[sharded] is False else Shard(split[sharded])
         return distribute_tensor(tensor, mesh, [placement])
 
-    refused, accepted = walk(name, place, ("made in forward", "made in backward"), f"sharded {sharded}")
-    assert accepted or name == "linear_cross_entropy_low_rank"
+    *_, accepted = walk(name, place, ("made in forward", "made in backward"), f"sharded {sharded}")
+    assert accepted

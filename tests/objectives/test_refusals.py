@@ -30,27 +30,19 @@ def arguments(features: tuple[str, ...]) -> dict:
         "argmax": {"return_metrics": True},
         "metrics": {"return_metrics": ["lse"]},
         "z_loss": {"z_loss": 1e-3},
-        "support": {"support": torch.arange(N)[:, None] % V},
     }
     for feature in features:
         call |= changes.get(feature, {})
     call["linear_weight"].requires_grad_()
-    if "a quantized head" in features:
-        call["linear_weight"] = torch.quantize_per_tensor(call["linear_weight"].detach(), 0.1, 0, torch.qint8)
-        call["input"].requires_grad_()
     return call
 
 
-@pytest.mark.filterwarnings("ignore:.*(quantize_per_tensor|torch.ao|quantized).*")
 @pytest.mark.parametrize("row", HERE, ids=" and ".join)
 def test_a_combination_that_nobody_wrote_is_refused(row):
     call = arguments(row)
     feature, *others = row
     expected = REFUSED[feature][tuple(others)].format(linear_weight=tuple(call["linear_weight"].shape))
     input, function = call.pop("input"), flce_ops.linear_cross_entropy
-    if "support" in row:
-        function = flce_ops.linear_log_probs
-        call.pop("target_weight", None)
 
     def loss(input):
         return function(input, **call)

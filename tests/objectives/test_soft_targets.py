@@ -244,26 +244,6 @@ def test_autocast(device):
         assert torch.equal(ours(**call), ours(**half))
 
 
-def test_export_decompositions(device):
-    call = make_call(device, torch.float32)
-    call["input"] = call["input"].nan_to_num()
-
-    class Loss(torch.nn.Module):
-        def forward(self, input, linear_weight, linear_bias, target, target_weight):
-            losses = flce_ops.linear_cross_entropy(
-                input, linear_weight, target, linear_bias, target_weight=target_weight, reduction="none"
-            )
-            return losses, flce_ops.linear_log_probs(input, linear_weight, target, linear_bias, tail=True)
-
-    args = [call[name] for name in (*LEAVES, "target", "target_weight")]
-    program = torch.export.export(Loss(), tuple(args)).run_decompositions(flce_ops.export_decompositions())
-    assert not any(str(node.target).startswith("flce") for node in program.graph.nodes)
-    losses, rows = program.module()(*args)
-    expected, of_rows = Loss()(*args)
-    assert error(losses, expected) < 1e-5
-    assert error(rows.log_probs, of_rows.log_probs) < 1e-5 and error(rows.tail_log_prob, of_rows.tail_log_prob) < 1e-5
-
-
 def test_token_weight_of_0_leaves_a_token_out(device):
     call = make_call(device, token_weight=True)
     call["token_weight"][5] = 0.0
@@ -335,10 +315,6 @@ def test_refusals_name_the_argument(device):
     ):
         with pytest.raises(exception, match=f"linear_cross_entropy: .*{words}"):
             ours(**call | changes)
-    with pytest.raises(ValueError, match="target of shape .* and target_weight together"):
-        torch.ops.flce.linear_cross_entropy_with_grad(
-            *(call[name] for name in ("input", "linear_weight", "target")), None, None, None, output_mask=[True] * 3
-        )
 
 
 def test_a_class_out_of_range_and_a_negative_weight():
@@ -353,11 +329,3 @@ def test_a_class_out_of_range_and_a_negative_weight():
     for reduction in REDUCTIONS:
         loss = ours(**call, reduction=reduction)
         assert (loss[4] if reduction == "none" else loss).isnan()
-
-
-def test_explain_says_what_runs(device):
-    call = make_call(device)
-    call["input"].requires_grad_()
-    assert "linear_cross_entropy_with_grad" in flce_ops.explain(flce_ops.linear_cross_entropy, **call)
-    text = flce_ops.explain(flce_ops.linear_cross_entropy, **call, reduction="none")
-    assert f"of {N} tokens saved" in text

@@ -1,6 +1,12 @@
-"""Second derivatives are correct in float64; third derivatives are refused by name."""
+"""Second and third derivatives: the plain formula on dense logits, and a warning that says what a matrix takes.
+
+tests/objectives/test_product.py has the second derivatives of every function with every option.
+"""
 
 # N tokens, D hidden, V vocabulary
+
+import math
+import warnings
 
 import pytest
 import torch
@@ -13,15 +19,6 @@ import flce_ops
 SHAPE = (4, 3, 5)
 ARGUMENTS = {
     "plain": ({}, {}),
-    "bias": ({"bias": True}, {}),
-    "class_weight": ({"weight": True}, {}),
-    "label_smoothing": ({}, {"label_smoothing": 0.2}),
-    "class_weight_and_smoothing": ({"weight": True}, {"label_smoothing": 0.2}),
-    "softcap": ({}, {"softcap": 4.0}),
-    "logit_scale": ({}, {"logit_scale": 0.6}),
-    "z_loss": ({}, {"z_loss": 0.05}),
-    "token_weight": ({"token_weight": True}, {}),
-    "normalizer": ({"normalizer": True}, {}),
     "everything": (
         {"bias": True, "weight": True, "token_weight": True, "normalizer": True},
         {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1},
@@ -50,9 +47,8 @@ def as_function_of_leaves(inputs, options, function=None):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_gradcheck_and_gradgradcheck(device, name, reduction):
-    call, leaves = as_function_of_leaves(*example(device, name, reduction))
+def test_gradcheck_and_gradgradcheck(device, reduction):
+    call, leaves = as_function_of_leaves(*example(device, "everything", reduction))
     assert gradcheck(call, leaves)
     assert gradgradcheck(call, leaves)
 
@@ -76,9 +72,10 @@ def second_derivatives(function, inputs, options, penalty):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_gradient_penalty_over_chunks(device, name, reduction):
-    inputs, options = example(device, name, reduction, (400, 7, 31))  # a chunk has at least 64 rows, 128 on CUDA
+def test_gradient_penalty_over_chunks(device, reduction):
+    inputs, options = example(
+        device, "everything", reduction, (400, 7, 31)
+    )  # a chunk has at least 64 rows, 128 on CUDA
 
     def penalty(grads):
         return sum(g.square().sum() for g in grads)
@@ -134,16 +131,6 @@ def test_grad_output_has_a_gradient(device, reduction):
         assert error(ours, exact) < 1e-12
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_third_derivatives_are_refused_by_name(device, reduction):
-    inputs, options = example(device, "plain", reduction)
-    call, leaves = as_function_of_leaves(inputs, options)
-    first = torch.autograd.grad(call(*leaves).sum(), leaves, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy.*third derivative"):
-        torch.autograd.grad(sum(g.square().sum() for g in second), leaves)
-
-
 def functions_of_matrices(device, name, reduction):
     """The loss and its definition as functions of the leaves, and a direction in the space of the leaves."""
     inputs, options = example(device, name, reduction)
@@ -155,7 +142,7 @@ def functions_of_matrices(device, name, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("name", ["plain", "bias", "softcap", "everything"])
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_products_of_the_hessian_with_a_vector(device, name, reduction):
     """hvp also differentiates the second derivative with respect to its vector."""
     call, exact, leaves, along = functions_of_matrices(device, name, reduction)
@@ -164,14 +151,8 @@ def test_products_of_the_hessian_with_a_vector(device, name, reduction):
             assert error(ours, right) < 1e-12, product.__name__
 
 
-def test_a_graph_through_the_product_is_a_third_derivative_and_refused(device):
-    call, _, leaves, along = functions_of_matrices(device, "plain", "mean")
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy: third derivatives"):
-        torch.autograd.functional.hvp(call, leaves, along, create_graph=True)
-
-
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_batch_of_grad_outputs(device, name, reduction):
     call, exact, leaves, _ = functions_of_matrices(device, name, reduction)
     grad_output = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64, device=device)
@@ -208,38 +189,50 @@ def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype
         assert error(ours, right) <= 2 * error(usual, right) + slack
 
 
-@pytest.mark.parametrize("moved", [-3e-3, 3e-3])
-def test_second_derivatives_of_sure_tokens_vanish_whatever_the_last_digits_of_lse(device, moved):
-    """At logits of 2000 the lse of another GEMM differs by more than the rounding of a probability."""
-    inputs = make_inputs((16, 16, 50), device=device, ignored=0.0)
-    with torch.no_grad():
-        inputs.input *= 2000.0 / (inputs.input @ inputs.linear_weight.T).abs().max()
-    logits = inputs.input.detach() @ inputs.linear_weight.detach().T
-    target, lse = logits.argmax(1), logits.logsumexp(1)
-    sure = logits.topk(2).values.diff().squeeze(1) < -30.0
-    assert sure.any()
-    cotangent, ones = torch.randn_like(inputs.input), torch.ones_like(lse)
-    _, _, _, second, _, _ = torch.ops.flce.linear_cross_entropy_double_backward(
-        cotangent,
-        None,
-        None,
-        -ones,
-        ones,
-        None,
-        inputs.input.detach(),
-        inputs.linear_weight.detach(),
-        target,
-        None,
-        None,
-        lse + moved,
-    )
-    assert second[sure].abs().max() < 1e-6
+def policy(input, linear_weight, target, linear_bias=None):
+    advantages = torch.linspace(-1.0, 1.0, len(target), dtype=input.dtype, device=input.device)
+    old = torch.full_like(advantages, -2.0)  # without it, the ratio is 1 whatever a difference moves
+    options = {"linear_bias": linear_bias, "reduction": "none", "clip_low": math.inf, "clip_high": math.inf}
+    return flce_ops.linear_policy_loss(input, linear_weight, target, advantages, old, **options).loss
 
 
-def test_third_derivatives_are_refused_by_the_name_of_the_function_that_was_called():
-    inputs = make_inputs((5, 3, 7), dtype=torch.float64)
-    rows = flce_ops.linear_log_probs(*inputs.args).log_probs
-    (first,) = torch.autograd.grad(rows.sum(), inputs.input, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), inputs.input, create_graph=True)
-    with pytest.raises(NotImplementedError, match="^linear_log_probs: third derivatives"):
-        second.sum().backward()
+def of_rows(input, linear_weight, target, linear_bias=None):
+    found = flce_ops.linear_log_probs(input, linear_weight, target, linear_bias, softcap=5.0, entropy=True)
+    return found.log_probs + found.lse * found.entropy
+
+
+def given_logits(input, linear_weight, target, linear_bias=None):
+    logits = torch.nn.functional.linear(input, linear_weight, linear_bias)
+    return flce_ops.cross_entropy(logits, target, reduction="none")
+
+
+FUNCTIONS = {
+    "loss": flce_ops.linear_cross_entropy,
+    "losses": lambda *args: flce_ops.linear_cross_entropy(*args, reduction="none", label_smoothing=0.1, z_loss=0.01),
+    "policy": policy,
+    "log-probabilities and entropy": of_rows,
+    "given logits": given_logits,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_third_derivatives(device, name):
+    """Those of the first derivatives, whose second ones gradgradcheck compares with differences."""
+    inputs = make_inputs(SHAPE, device=device, dtype=torch.float64, bias=True)
+
+    def first(*leaves):
+        loss = FUNCTIONS[name](*leaves[:2], inputs.target, leaves[2]).square().sum()
+        return torch.autograd.grad(loss, leaves, create_graph=True)
+
+    assert gradgradcheck(first, tuple(inputs.leaves.values()))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_derivative_warns_of_a_matrix_of_all_logits(device, name):
+    inputs = make_inputs((525, 8, 2003), device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the first derivative has no such matrix
+        loss = FUNCTIONS[name](*inputs.args).sum()
+        first = torch.autograd.grad(loss, inputs.linear_weight, create_graph=True)[0]
+    with pytest.warns(UserWarning, match="cross_entropy_backward: a second derivative keeps .* logits, 4 MiB each"):
+        first.square().sum().backward()

@@ -126,16 +126,6 @@ def test_micro_batches_with_a_normalizer_add_up_to_the_whole_batch(device):
     assert error(inputs.linear_weight.grad, whole["linear_weight"]) < 1e-14
 
 
-@pytest.mark.parametrize("normalizer", [64, 64.0])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_normalizer_may_be_a_number(device, reduction, normalizer):
-    inputs = make_inputs(device=device, dtype=torch.float64)
-    expected = run_reference(inputs, reduction="sum")
-    found = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction, normalizer=normalizer)
-    for name in expected:
-        assert error(found[name], expected[name] / 64) < 1e-14, name
-
-
 @pytest.mark.parametrize("factor", [1.0, -0.7])
 def test_row_scale_alone_may_want_a_gradient(device, factor):
     """This tests the operator itself."""

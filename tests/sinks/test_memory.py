@@ -5,7 +5,6 @@
 import pytest
 import torch
 from inputs import make_inputs
-from reference_loss import plain_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -112,7 +111,7 @@ def test_without_gradients_nothing_but_a_chunk_is_held(device):
 EVERY_TERM = {"softcap": 5.0, "label_smoothing": 0.1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, EVERY_TERM], ids=["plain", "every term"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_on_a_cpu_only_the_products_of_a_chunk_exist_whole(reduction, options, dtype):
@@ -148,14 +147,6 @@ def test_on_a_cpu_the_float32_sum_of_the_weight_gradient_is_part_of_the_workspac
         temporary = peak_of(flce_ops.linear_cross_entropy, inputs) - results(inputs)
     assert flce_ops.last_path().chunks > 8
     assert temporary <= 16 * MiB + SMALL_CHANGE, f"{temporary / MiB:.1f} MiB"
-
-
-def test_the_measure_sees_the_logits_of_plain_torch(device):
-    """Tests the measurement itself: for F.cross_entropy(F.linear(...)) it finds two copies of the logits."""
-    inputs = make_inputs((N, D, V), device=device)
-    assert peak_of(plain_loss, inputs) > 2 * N * V * 4
-    ours = peak_of(flce_ops.linear_cross_entropy, inputs)
-    assert ours > 0
 
 
 def test_one_copy_of_the_weight_gradient(device):

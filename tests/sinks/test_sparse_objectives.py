@@ -23,11 +23,6 @@ def of_token(*shape):
     return values
 
 
-def per_token_loss(inputs, grad_output, **options):
-    losses = flce_ops.linear_cross_entropy(*inputs.args, reduction="none", **options)
-    return (losses * grad_output).sum()
-
-
 def loss_of_logits(z, target, **options):
     identity = torch.eye(z.shape[1], dtype=z.dtype)
     return reference_loss(z, identity, target, **options)

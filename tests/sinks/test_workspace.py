@@ -10,6 +10,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from inputs import make_inputs
@@ -28,7 +29,7 @@ def nothing_left_behind():
     assert get_workspace() == DEFAULT
     yield
     left = get_workspace()
-    set_workspace(DEFAULT)
+    budgets._temporary.set(None)
     assert left == DEFAULT
 
 
@@ -137,11 +138,17 @@ def test_a_block_can_be_a_decorator():
     assert get_workspace() == DEFAULT
 
 
-@pytest.mark.parametrize("bytes", [0, -1, 2.0**20, True, None])
+@pytest.mark.parametrize("bytes", [0, -1, 0.5, 2.0**20 + 0.5, float("nan"), float("inf"), "1GB", True, None])
 @pytest.mark.parametrize("function", [set_workspace, lambda bytes: workspace(bytes).__enter__()], ids=["set", "block"])
 def test_what_is_no_positive_number_of_bytes_is_refused(function, bytes):
-    with pytest.raises(ValueError, match="workspace: expected a positive number of bytes"):
+    with pytest.raises(ValueError, match="workspace: expected a positive number of bytes, a whole one such as"):
         function(bytes)
+
+
+@pytest.mark.parametrize("bytes", [1e9, numpy.int64(10**9), numpy.float64(1e9)])
+def test_a_whole_number_of_any_type_is_a_number_of_bytes(bytes):
+    with workspace(bytes, retained=bytes):
+        assert get_workspace() == budgets.get_retained() == 10**9 and type(get_workspace()) is int
 
 
 @pytest.mark.parametrize("argument", ["nbytes", "retained"])
@@ -197,3 +204,21 @@ def test_a_block_inside_a_compiled_function_is_a_graph_break():
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside the compiled function"):
         torch.compile(chunked, backend="eager", fullgraph=True)(*inputs.args)
+
+
+def test_a_chunk_holds_2048_rows_by_default_and_512_at_least(monkeypatch):
+    pytest.importorskip("triton")
+    from flce_ops.triton.steps.chunking import best_chunking, problem_of
+
+    head = torch.empty(256000, 2304, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr("flce_ops.triton.steps.chunking.multiprocessors", lambda matrix: 132)
+    monkeypatch.setattr("flce_ops.triton.gemm.device.capability_of", lambda device: 90)
+
+    def rows() -> int:
+        return best_chunking(problem_of(16384, head, [True, True, False])).chunks[0].stop
+
+    assert 1024 < rows() <= 2048  # 1000 MiB of logits; the chunks may be smaller if they fill the device better
+    with workspace(512 << 20):
+        assert 512 < rows() <= 1024
+    with workspace(64 << 20):
+        assert rows() == 512  # 250 MiB

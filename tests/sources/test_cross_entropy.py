@@ -193,33 +193,12 @@ def test_the_compiler_keeps_logits_that_are_read_afterwards():
     torch.testing.assert_close(loss, dense(2.0 * logits, target))
 
 
-def test_derivatives_of_any_order_per_token():
-    logits, target, options = make_logits((5, 7), dtype=torch.float64, options=OPTIONS[3])
-    options.pop("token_weight")
-    factor = torch.rand(5, dtype=torch.float64, requires_grad=True)
-
-    def losses(logits, factor):
-        return flce_ops.cross_entropy(logits, target, reduction="none", token_weight=factor, **options)
-
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(losses, (logits, factor))
-    assert torch.autograd.gradgradcheck(losses, (logits, factor))
-
-
 def test_second_derivatives_over_no_token():
     logits, target = torch.randn(0, 7, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     losses = flce_ops.cross_entropy(logits, target, reduction="none")
     (grad,) = torch.autograd.grad(losses.sum(), logits, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), logits)
     assert second.shape == (0, 7)
-
-
-def test_second_derivatives_of_a_scalar_loss_are_refused_by_name():
-    logits, target, _ = make_logits()
-    logits.requires_grad_()
-    for loss in (flce_ops.cross_entropy(logits, target), in_place(logits * 1.0, target)):
-        with pytest.raises(NotImplementedError, match='use reduction="none"'):
-            torch.autograd.grad(loss, logits, create_graph=True)
 
 
 def test_transforms_checkpoints_and_autocast():
@@ -262,14 +241,6 @@ def test_refusals_name_the_argument(case):
         call(logits, target.clamp(min=0))
 
 
-def test_the_operator_refuses_a_denominator_beside_row_scales():
-    logits, target, _ = make_logits((9, 13))
-    for row_scale, denominator in ((torch.ones(9), torch.tensor(2.0)), (None, torch.ones(2))):
-        for op in (flce.cross_entropy_with_grad, flce.cross_entropy_with_grad_):
-            with pytest.raises(ValueError, match="^cross_entropy_with_grad_?: expected denominator to be a 0-d tensor"):
-                op(logits, target, None, row_scale, denominator)
-
-
 class Calls(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -287,15 +258,6 @@ def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
     with Calls() as calls:
         flce_ops.cross_entropy(logits, target)
     assert calls.names == ["cross_entropy_with_grad"]
-
-
-def test_explain_names_what_runs():
-    logits, target, _ = make_logits()
-    made = logits.requires_grad_() * 1.0
-    text = flce_ops.explain(flce_ops.cross_entropy, made, target, inplace_backward=True)
-    assert "in place      runs" in text and "flce::cross_entropy_with_grad_" in text
-    text = flce_ops.explain(flce_ops.cross_entropy, logits, target, inplace_backward=True)
-    assert "in place      ruled out: expects logits that an operation made" in text and "one pass      runs" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

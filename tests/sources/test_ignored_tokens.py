@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flce_ops
-from flce_ops import aten, decompositions
+from flce_ops import aten
 from flce_ops.aten import valid_tokens
-from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS
 
 N, D, V = 60, 16, 61
 SHARES = [0.0, 0.5, 0.99, 1.0]
@@ -83,15 +82,6 @@ def gradient_norm(*args):
     return {"loss": sum(gradient.square().sum() for gradient in first)}
 
 
-def hessian_product(input, linear_weight, target, linear_bias):
-    def of(input):
-        return flce_ops.linear_cross_entropy(input, linear_weight.detach(), target, softcap=5.0, reduction="sum")
-
-    direction = torch.where((target == -100)[:, None], input.detach(), 1.0)  # nan in the same rows as input
-    _, product = torch.autograd.functional.hvp(of, input.detach(), direction)
-    return {"product": product}
-
-
 EVERY_TERM = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
 MODES = {
     "sum": loss(reduction="sum"),
@@ -104,7 +94,6 @@ MODES = {
     "divergence, none": functools.partial(divergence, reduction="none"),
     "divergence of probabilities": divergence_of_probs,
     "second derivatives": gradient_norm,
-    "hvp": hessian_product,
 }
 
 
@@ -148,7 +137,7 @@ def assert_same(found, expected):
 
 
 def assert_exactly_zero_where_ignored(found, ignored):
-    for name in ("gradient of input", "log_probs", "lse", "entropy", "product"):
+    for name in ("gradient of input", "log_probs", "lse", "entropy"):
         if name in found:
             assert not found[name][ignored].any(), name
 
@@ -182,26 +171,6 @@ def test_compiled_they_are_the_same(name, share):
     assert_same(run(mode, inputs), expected_of(MODES[name], inputs))
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_the_decompositions_give_what_the_kernels_give(share):
-    """The decompositions compute rows of ignored tokens as rows of zeros."""
-    inputs = problem(share, bad=torch.nan)
-    inputs.linear_bias.data *= 1000.0  # exp(z - lse) of these rows would be inf with their lse of 0
-    options = {"logit_sum": True, "expected_log_prob": True, "argmax": True}
-    args = [None if tensor is None else tensor.detach() for tensor in inputs.args]
-    expected = torch.ops.flce.linear_cross_entropy_forward(*args, **options)
-    found = decompositions.forward(*args, **options)
-    # lse_rest is a rounding error, and nothing is saved
-    for ours, exact in zip(found[:-2], expected[:-2], strict=True):
-        torch.testing.assert_close(ours, exact)
-    cotangents = [torch.randn(N, dtype=torch.float64) for _ in range(3)]
-    mask = {"output_mask": [True] * 3}
-    expected = torch.ops.flce.linear_cross_entropy_backward(*cotangents, *args, None, expected[1], **mask)
-    found = decompositions.backward(*cotangents, *args, None, found[1], **mask)
-    for ours, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, exact)
-
-
 # ---------------------------------------------------------------- where the host must not wait
 
 
@@ -216,7 +185,7 @@ def as_on_a_gpu(monkeypatch):
         else:
             valid_tokens.with_zeroed_rows(body, call, results, fills, ~valid, *direction)
 
-    names = "valid_tokens second_order cross_entropy"
+    names = "valid_tokens cross_entropy"
     for name in names.split():
         module = __import__(f"flce_ops.aten.{name}", fromlist=["_"])
         monkeypatch.setattr(sys.modules[module.__name__], "on_valid_tokens", on_all_tokens)
@@ -227,7 +196,7 @@ def as_on_a_gpu(monkeypatch):
 def test_zeroed_rows_give_the_same(name, share, as_on_a_gpu, poisoned_memory):
     for bad in BAD:
         inputs = problem(share, bad)
-        inputs.linear_bias.data *= 1000.0 if name not in ("second derivatives", "hvp") else 1.0
+        inputs.linear_bias.data *= 1000.0 if name != "second derivatives" else 1.0
         found = run(MODES[name], inputs)
         assert "without" not in flce_ops.last_path().reason
         assert_same(found, expected_of(MODES[name], inputs))
@@ -246,18 +215,12 @@ def products(step) -> int:
     return sum(rows * inner * columns for (rows, inner), (_, columns) in shapes) // (D * V)
 
 
-def rows_of_logits_again(tokens: int) -> int:
-    """The last rows of a float32 product, if fewer than ROWS_OF_EQUAL_BITS, are computed again as that many."""
-    rest = tokens % ROWS_OF_EQUAL_BITS if tokens > ROWS_OF_EQUAL_BITS else 0
-    return ROWS_OF_EQUAL_BITS - rest if rest else 0
-
-
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(("name", "passes"), [("mean", 3), ("none", 3), ("metrics", 3), ("log-probs", 3)])
 def test_products_have_the_rows_of_the_valid_tokens(name, passes, share):
     inputs = problem(share)
     valid = int((inputs.target != -100).sum())
-    assert products(lambda: run(MODES[name], inputs)) == passes * valid + rows_of_logits_again(valid)
+    assert products(lambda: run(MODES[name], inputs)) == passes * valid
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -190,21 +190,6 @@ def test_complex_factors_are_refused_rather_than_cut_to_their_real_part(function
         FUNCTIONS[function](*plain(), **{argument: torch.ones(shape, dtype=torch.complex64)})
 
 
-@pytest.mark.parametrize("operator", ["forward", "with_grad", "kl_div_forward"])
-def test_inner_operators_refuse_what_is_not_dense(operator):
-    input, weight, target = plain()
-    sparse = weight.to_sparse()
-    with pytest.raises(TypeError, match=rf"linear_.*{operator}: expected linear_weight to be a dense tensor"):
-        if operator == "forward":
-            torch.ops.flce.linear_cross_entropy_forward(input, sparse, target)
-        elif operator == "with_grad":
-            torch.ops.flce.linear_cross_entropy_with_grad(
-                input, sparse, target, None, None, torch.ones(N), output_mask=[True] * 3
-            )
-        else:
-            torch.ops.flce.linear_kl_div_forward(input, sparse, None, input, weight, None, None, None)
-
-
 MAKERS = {"Parameter": nn.Parameter, "Buffer": nn.Buffer, "Plain": lambda w: w.as_subclass(Plain), "Wrapper": Wrapper}
 
 

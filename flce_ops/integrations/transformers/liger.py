@@ -10,7 +10,9 @@ from .instance_forward import unbound
 
 
 def check_loss_is_not_ligers(model_or_class: nn.Module | type) -> None:
-    """Raises NotImplementedError if the forward of a model, or of its class, is Liger's."""
+    """Raises NotImplementedError if the forward of a model, of PEFT's base model, or of a class is Liger's."""
+    if hasattr(model_or_class, "peft_config") and hasattr(model_or_class, "get_base_model"):
+        model_or_class = model_or_class.get_base_model()
     forward = getattr(model_or_class, "forward", None)
     forward = forward and inspect.unwrap(unbound(forward))
     if getattr(forward, "__module__", "").startswith("liger_kernel."):

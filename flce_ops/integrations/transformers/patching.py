@@ -77,21 +77,19 @@ def patch(
         model_or_class.
 
     Raises:
-        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head; or
-            Liger-Kernel has replaced the loss.
+        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head.
         TypeError: not a Transformers model.
         ValueError: an unknown metric, a gradient_threshold outside [0, 1), or a label_smoothing outside [0, 1].
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     check_threshold("patch", gradient_threshold)
     check_ranges("patch", label_smoothing=label_smoothing)
+    check_loss_is_not_ligers(model_or_class)
     if isinstance(model_or_class, type):
-        check_loss_is_not_ligers(model_or_class)
         patch_class(model_or_class)
         patched: nn.Module | type[PreTrainedModel] = model_or_class
     else:
         patched = base_model_of(model_or_class)
-        check_loss_is_not_ligers(patched)
         patch_instance(patched)
     chosen = {
         "eval_logits": eval_logits,

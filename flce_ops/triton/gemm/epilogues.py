@@ -74,7 +74,7 @@ class ReferenceClass(NamedTuple):
 class ExpSum(NamedTuple):
     reference_logit: Tensor  # (n,)
     class_weight: Tensor | None  # (V,) float32, for logit_sum
-    partial: Tensor  # (T, n) out
+    partial: Tensor | None  # (T, n) out; None if the sums are not wanted
     logit_sum: Tensor | None = None  # (T, n) out, sum_cols w z
     expected: Tensor | None = None  # (T, n) out, sum_cols E (z - reference)
     row_max: Tensor | None = None  # (T, n) out
@@ -112,7 +112,8 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
         tl.store(operands.argmax + partial_offset, column, mask=row_mask)
     result = in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V)
     sums = tl.sum(result, 1)
-    tl.store(operands.partial + partial_offset, sums, mask=row_mask)
+    if operands.partial is not None:
+        tl.store(operands.partial + partial_offset, sums, mask=row_mask)
     if operands.guard is not None:
         # masked stores instead of a branch, which would keep the compiler from pipelining the loop over tiles
         too_large = row_mask & ((sums > LARGEST_SUM) | (sums != sums))

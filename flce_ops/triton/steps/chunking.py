@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...support.workspace import get_workspace
+from ...support.workspace import get_workspace, least_rows
 from ..gemm.device import input_tiles_for, multiprocessors, weight_tiles_for
 from ..gemm.tiles import WEIGHT_TILES
 from .chunks import Problem, product_bytes, slices
@@ -38,6 +38,7 @@ def problem_of(
         want_weight,
         sum_pairs,
         get_workspace(),
+        least_rows(),
         multiprocessors(linear_weight),
         input_tiles_for(linear_weight),
         weight_tiles_for(linear_weight),

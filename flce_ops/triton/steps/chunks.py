@@ -37,11 +37,13 @@ def small_bytes() -> int:
     return min(SMALL_BYTES, get_workspace() // 16)
 
 
-def rows_that_fit(tokens: int, columns: int, itemsize: int, reserved: int, row_bytes: int = 0) -> int:
-    """How many rows of `columns` numbers and `row_bytes` fit the workspace: a multiple of 128, at least 128."""
+def rows_that_fit(
+    tokens: int, columns: int, itemsize: int, reserved: int, row_bytes: int = 0, least: int = MULTIPLE
+) -> int:
+    """How many rows of `columns` numbers and `row_bytes` fit the workspace: a multiple of 128, at least `least`."""
     left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - reserved
     rows = left // (padded(columns, itemsize) * itemsize + row_bytes)
-    return max(rows // MULTIPLE * MULTIPLE, MULTIPLE)
+    return max(rows // MULTIPLE * MULTIPLE, least)
 
 
 def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
@@ -80,6 +82,7 @@ class Problem(NamedTuple):
     want_weight: bool
     sum_pairs: int
     workspace: int
+    least_rows: int
     programs: int
     tiles: Tiles  # tiles of the input gradient's GEMM
     weight_tiles: Tiles
@@ -100,9 +103,10 @@ class Problem(NamedTuple):
         reserved += small_bytes() * self.sum_pairs  # room for numbers per row and tile beyond the two of every step
         # grad_input, if wanted, holds the gathered tokens
         row_bytes = 0 if self.want_input else self.hidden * self.itemsize
-        fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, row_bytes)
+        of_rows = row_bytes, self.least_rows
+        fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, *of_rows)
         if fitting < self.tokens:
-            fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved + self.sum_bytes(), row_bytes)
+            fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved + self.sum_bytes(), *of_rows)
         return fitting
 
     def product_bytes(self, rows: int) -> int:
