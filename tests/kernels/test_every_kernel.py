@@ -89,6 +89,8 @@ CALLS = {
     "divergence": ("linear_kl_div_with_grad", models(row_scale=row_scale(), kind="reverse", **EVERY)),
     "given logits": ("cross_entropy_with_grad", of_logits(row_scale=row_scale())),
 }
+
+
 def run(path: int, name: str, arguments: dict, nbytes: int = 512 << 20) -> dict[str, torch.Tensor]:
     """The operator's results by name: of its Triton kernels, or of ATen in float64."""
     operator = OPERATORS[name].arguments

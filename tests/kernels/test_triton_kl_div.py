@@ -11,6 +11,7 @@ import triton.language as tl
 from inputs import scalars
 from reference_divergence import KINDS, KINKED, make_pair
 from reference_loss import error
+from test_gradient_gemms import h200  # noqa: F401  a fixture
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double
 
@@ -241,6 +242,7 @@ def test_chunks_and_their_blocks(nbytes, kind, cut, poisoned_memory):
 @pytest.mark.parametrize("workspace", [64 << 20, 512 << 20])
 @pytest.mark.parametrize("tokens, hidden, teacher, vocab", [(8192, 2048, 4096, 128256), (700, 896, 896, 50257)])
 @pytest.mark.parametrize("probs", [False, True])
+@pytest.mark.usefixtures("h200")
 def test_logits_and_products_of_a_chunk_fit_the_workspace(probs, tokens, hidden, teacher, vocab, workspace):
     def made(*shape):
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")

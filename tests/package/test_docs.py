@@ -200,14 +200,43 @@ def test_figures_of_the_pages_are_drawn_by_the_command(tmp_path):
     assert all("<svg" in text and len(text) > 5000 for text in drawn.values())
 
 
-def test_the_numerics_command_writes_a_row_per_dtype_and_implementation(tmp_path):
-    from benchmarks.numerics_table import PROVIDERS, main
+def anchors_of(text: str) -> set[str]:
+    """The anchors of its headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
-    with main(["--device", "cpu", "--shape", "60x33x501", "--out", str(tmp_path)]).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["dtype"], row["provider"]) for row in rows] == [
-        (dtype, provider) for dtype in ("float32", "bfloat16", "float16") for provider in PROVIDERS
-    ]
-    largest = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
-    for row in rows:
-        assert 0 < float(row["err_dx"]) < largest[row["dtype"]] and 0 < float(row["err_dw"]) < largest[row["dtype"]]
+
+def test_links_lead_to_files_and_headings_that_exist():
+    missing = []
+    for document in (path for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)):
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", document.read_text()):
+            target = document.parent / link if link else document
+            there = "://" in link or target.exists()
+            if not there or (anchor and target.suffix == ".md" and anchor not in anchors_of(target.read_text())):
+                missing.append((document.name, link, anchor))
+    assert not missing
+
+
+def test_commands_that_the_pages_name_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        text = document.read_text()
+        assert set(re.findall(r"`make ([\w-]+)", text)) <= targets, document.name
+        for module in re.findall(r"python -m ((?:flce_ops|benchmarks|tests|examples)[\w.]*)", text):
+            assert importlib.util.find_spec(module) is not None, (document.name, module)
+
+
+def test_tables_of_the_pages_are_made_of_the_csvs():
+    """To update them after another run: python -m benchmarks.tables."""
+    from benchmarks.tables import __main__ as tables
+
+    for path in tables.documents():
+        assert tables.written(path.read_text()) == path.read_text(), path
+
+
+def test_pages_make_mathml_of_inline_and_display_formulas():
+    pytest.importorskip("latex2mathml")
+    inline, display = '<span class="arithmatex">\\(a &lt; b\\)</span>', '<div class="arithmatex">\n\\[\nc\n\\]\n</div>'
+    made = hooks().on_page_content(f"<p>{inline}</p>{display}<p>\\(d\\)</p>")
+    assert made.count("<math") == 2 and "arithmatex" not in made
+    assert 'display="inline"' in made and 'display="block"' in made and made.endswith("<p>\\(d\\)</p>")
