@@ -1,8 +1,8 @@
 """The first call of a head compiles its kernels in parallel before it launches the first one.
 
-    run the call on meta tensors        The launcher branches as usual. A launch only hands its kernel to a thread, which
-                                        compiles and loads the kernel.
-    run the call                        All kernels are there.
+    run the call on meta tensors    The launcher branches as usual. A launch only hands its kernel to a thread, which
+                                    compiles and loads the kernel.
+    run the call                    All kernels are there.
 
 One after another the kernels of a step take 14 s. A kernel that was not compiled like this is compiled at its launch,
 as Triton does it.

@@ -1,5 +1,5 @@
-"""Every kernel once, in Triton's interpreter, against float64: what `make triton-versions` runs under the oldest and the
-newest Triton. The sizes are small, and the numbers are always the same.
+"""Every kernel once, in Triton's interpreter, against float64: what `make triton-versions` runs under the oldest and
+the newest Triton. The sizes are small, and the numbers are always the same.
 """
 
 import importlib
@@ -156,7 +156,7 @@ def check_forward_and_backward(case: str) -> None:
 
 
 def check_overflow_by_tensor_maps(monkeypatch) -> None:
-    """The sum of the weight gradient is in float16, with an exponent for each row, which the first chunk chooses. Later ones are larger."""
+    """The float16 sum of the weight gradient has an exponent for each row, by the first chunk. Later ones are larger."""
     let_tensor_maps_add(monkeypatch)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
     for table in (INPUT_TILES, WEIGHT_TILES):
