@@ -156,7 +156,7 @@ def check_forward_and_backward(case: str) -> None:
 
 
 def check_overflow_by_tensor_maps(monkeypatch) -> None:
-    """The float16 sum of the weight gradient has an exponent for each row, by the first chunk. Later ones are larger."""
+    """The float16 sum of the weight gradient has the first chunk's exponents; later chunks are larger."""
     let_tensor_maps_add(monkeypatch)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
     for table in (INPUT_TILES, WEIGHT_TILES):
