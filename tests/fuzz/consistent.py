@@ -74,6 +74,8 @@ def with_its_options(case: Case) -> Case:
     elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
         new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
     if case.teacher == "near":
+        if case.input_layout == "repeated":
+            new["input_layout"] = "rows"  # equal tokens have equal rounding errors, which are most of this gradient
         softcap = new.get("softcap", case.softcap)
         # under a smaller one the divergence is below the rounding of two logarithms of V
         new["softcap"] = new["teacher_softcap"] = None if softcap is None else max(softcap, 0.1)
