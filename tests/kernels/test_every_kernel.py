@@ -83,6 +83,7 @@ CALLS = {
     "loss": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), lse=True, entropy=True, **EVERY)),
     "loss in chunks": ("linear_cross_entropy_with_grad", head(200, row_scale=row_scale(200), argmax=True, **EVERY), 1),
     "large logits": ("linear_cross_entropy_with_grad", head(scale=50.0, row_scale=row_scale(), **EVERY)),
+    "smoothed": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), label_smoothing=0.1, **EVERY)),
     "soft targets": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **several_classes(), **EVERY)),
     "sparse": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **SPARSE, **EVERY)),
     "policy": ("linear_policy_loss_with_grad", head(row_scale=row_scale(), **POLICY, **EVERY)),
