@@ -43,8 +43,7 @@ class Finish(NamedTuple):
     input: Matrix | None = None  # (N, D), given together with `sums`
 
     def of(self, rows: slice) -> "Finish":
-        *vectors, input = self
-        return Finish(*(None if vector is None else vector[rows] for vector in vectors), input)
+        return Finish._make([*(None if vector is None else vector[rows] for vector in self[:-1]), self.input])
 
 
 @triton.jit
