@@ -136,7 +136,8 @@ def loss_of_tokens(
         loss, _, found = cast(WithGrad, with_grad)(problem, reduction_in_operator(layout, call, problem))
     else:
         denominator = denominator_of(layout, call, problem) if scalar_loss else None
-        wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator)
+        learnt = problem.logits.logit_scale
+        wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator, learnt)
         if token_weight is None and not wants_gradient:
             losses, found = from_forward(problem)
             loss, total = None, losses.sum() if scalar_loss else losses
