@@ -245,7 +245,9 @@ def test_calls_of_one_head_differ_in_no_more_than_tokens():
 
     def kind(tokens, hidden=16, **options):
         operands = torch.randn(tokens, hidden), torch.randn(31, hidden), torch.zeros(tokens, dtype=torch.int64)
-        return first_call.kind_of(WithGrad.bind(*operands, None, None, None, output_mask=[True, True, False], **options))
+        return first_call.kind_of(
+            WithGrad.bind(*operands, None, None, None, output_mask=[True, True, False], **options)
+        )
 
     assert kind(7) == kind(31) == kind(16)
     assert kind(7, label_smoothing=0.1) == kind(7, label_smoothing=0.2) != kind(7)

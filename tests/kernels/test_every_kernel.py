@@ -1,4 +1,4 @@
-"""Every kernel once, in Triton's interpreter, against float64: what `make triton-versions` runs under the oldest and the
+"""Every kernel once, in Triton's interpreter, against float64. `make triton-versions` runs it under the oldest and the
 newest Triton. The sizes are small, and the numbers are always the same.
 """
 
@@ -27,6 +27,7 @@ pytestmark = [
     # without a GPU, conftest.py turns the interpreter on before anything imports triton
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6 with numpy
 ]
 
 IN_TRITON, IN_ATEN = 0, 1  # places in the table of paths
@@ -83,12 +84,15 @@ CALLS = {
     "loss": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), lse=True, entropy=True, **EVERY)),
     "loss in chunks": ("linear_cross_entropy_with_grad", head(200, row_scale=row_scale(200), argmax=True, **EVERY), 1),
     "large logits": ("linear_cross_entropy_with_grad", head(scale=50.0, row_scale=row_scale(), **EVERY)),
+    "smoothed": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), label_smoothing=0.1, **EVERY)),
     "soft targets": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **several_classes(), **EVERY)),
     "sparse": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **SPARSE, **EVERY)),
     "policy": ("linear_policy_loss_with_grad", head(row_scale=row_scale(), **POLICY, **EVERY)),
     "divergence": ("linear_kl_div_with_grad", models(row_scale=row_scale(), kind="reverse", **EVERY)),
     "given logits": ("cross_entropy_with_grad", of_logits(row_scale=row_scale())),
 }
+
+
 def run(path: int, name: str, arguments: dict, nbytes: int = 512 << 20) -> dict[str, torch.Tensor]:
     """The operator's results by name: of its Triton kernels, or of ATen in float64."""
     operator = OPERATORS[name].arguments
@@ -154,7 +158,9 @@ def check_forward_and_backward(case: str) -> None:
 
 
 def check_overflow_by_tensor_maps(monkeypatch) -> None:
-    """The sum of the weight gradient is in float16, with an exponent for each row, which the first chunk chooses. Later ones are larger."""
+    """The weight gradient is summed in float16, with an exponent for each row. The first chunk chooses the exponent, and
+    later chunks are larger.
+    """
     let_tensor_maps_add(monkeypatch)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
     for table in (INPUT_TILES, WEIGHT_TILES):

@@ -309,7 +309,7 @@ def test_the_public_workflow_runs_what_a_submission_does_with_its_inputs():
     assert runs[:2] == ["make check", "make test-all"] and submission.endswith("\nmake test-all\n")
     (seed,) = re.findall(r"FLCE_TEST_SEED:-(\d+)", submission)
     assert re.findall(r'FLCE_TEST_SEED: "(\d+)"', workflow) == [seed]
-    assert "make newest" in workflow and "make matrix" in workflow
+    assert "make triton-versions" in workflow and "make matrix" in workflow
 
 
 def test_a_release_is_tested_on_every_python_of_the_package_before_it_is_published():
