@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.compile_cards [--cards 80 86 gfx942 ...] [--calls loss ...]
 
-The kernels are those that flce_ops.warmup finds for the calls below: for any number of tokens, forward and backward.
+The kernels are those that the first calls below compile: for any number of tokens, forward and backward.
 A kernel fails where it does not compile, takes more shared memory than a block may have on the card, or, a GEMM, has
 more stack than was seen so far: registers that are kept in memory (spills). On sm_100 and sm_103 the GEMMs' products
 are tcgen05's. AMD's cards (gfx942, gfx950) are compiled as far as Triton and LLVM go: nobody has run them there.
@@ -10,14 +10,14 @@ are tcgen05's. AMD's cards (gfx942, gfx950) are compiled as far as Triton and LL
 
 import argparse
 import collections
-import importlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -28,8 +28,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import flce_ops
-
-ahead: Any = importlib.import_module("flce_ops.warmup")  # its name in the package is the function's
+from flce_ops import meta
+from flce_ops.ops import paths
+from flce_ops.ops.call_facts import facts_of
+from flce_ops.ops.registration import OPERATORS
+from flce_ops.support.table import choose
+from flce_ops.triton import first_call
 
 KiB = 1 << 10
 # card: bytes of shared memory that a block may have, multiprocessors
@@ -61,7 +65,7 @@ CALLS: dict[str, tuple[Any, int, int, torch.dtype, dict[str, Any]]] = {
     "small head": (loss, 512, 50257, fp16, {"label_smoothing": 0.1, "z_loss": 1e-4}),
     "features no map takes": (loss, 516, 32003, bf16, {"return_metrics": ["entropy", "argmax"]}),
     "few features": (loss, 64, 8000, bf16, {"reduction": "sum", "logit_scale": 0.5}),
-    "sparse": (loss, 512, 50257, bf16, {"gradient_threshold": 0.02}),
+    "sparse": (loss, 512, 50257, bf16, {"gradient_threshold": 0.02, "gradient_seed": torch.tensor(0)}),
     "filtered": (loss, 512, 50257, bf16, {"gradient_threshold": 0.02, "gradient_mode": "drop"}),
     "log-probabilities": (log_probs, 4096, 128256, bf16, {"entropy": True}),
     "policy": (policy, 2048, 151936, bf16, {"clip_high": 0.3, "dual_clip": 3.0}),
@@ -83,11 +87,16 @@ class Compiled(NamedTuple):
 
 
 found: dict[str, Compiled] = {}  # by Triton's hash
+failures: list[tuple[str, Exception]] = []  # a first call leaves them to the launch, which does not come here
 compile_kernel = triton.compiler.compile
 
 
 def compile_and_look(source: Any, *args: Any, **options: Any) -> Any:
-    kernel = compile_kernel(source, *args, **options)
+    try:
+        kernel = compile_kernel(source, *args, **options)
+    except Exception as error:
+        failures.append((source.name, error))
+        raise
     asm = kernel.asm
     stack = stack_of(asm["cubin"]) if "cubin" in asm and source.name in GEMMS else 0
     found[kernel.hash] = Compiled(source.name, kernel.metadata.shared, stack, "tcgen05.mma" in asm.get("ptx", ""))
@@ -103,42 +112,83 @@ def stack_of(cubin: bytes) -> int:
     return max(int(number) for number in re.findall(r"STACK:(\d+)", said))
 
 
-@contextmanager
-def amd(card: str):
-    """warmup's driver, of an AMD card: tiles are Ampere's, which ask for no tensor maps."""
+def pretend_to_have(card: str) -> torch.device:
+    """Makes this process compile for the card. Each card has a number, so that none uses the kernels of another."""
+    number, of_amd = list(CARDS).index(card), card.startswith("gfx")
+    capability = divmod(80 if of_amd else int(card), 10)  # on AMD's, tiles are Ampere's, which ask for no tensor maps
 
-    @contextmanager
-    def driver_of(chip, present):
-        from triton.runtime import driver
+    class Driver:
+        launcher_cls = staticmethod(lambda *args: None)
+        utils = SimpleNamespace(
+            load_binary=lambda *args: (object(), object(), 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 30},  # faults() compares with the card's
+        )
 
-        class Absent:
-            def get_current_target(self):
-                return GPUTarget("hip", card, 64)
+        def get_current_target(self):
+            return GPUTarget("hip", card, 64) if of_amd else GPUTarget("cuda", int(card), 32)
 
-            def get_current_device(self):
-                return -int(card.removeprefix("gfx"))
+        def get_current_device(self):
+            return number
 
-            def get_current_stream(self, device):
-                return 0
+        def get_current_stream(self, device):
+            return 0
 
-        before = driver._active
-        driver.set_active(Absent())
-        try:
-            yield
-        finally:
-            driver._active = before
+    triton.runtime.driver.set_active(Driver())
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: number
+    cuda.device = lambda device: nullcontext()
+    cuda.get_device_capability = lambda device: capability
+    cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=CARDS[card][1])
+    return torch.device("cuda", number)
 
-    before, ahead.driver_of = ahead.driver_of, driver_of
-    try:
-        yield
-    finally:
-        ahead.driver_of = before
+
+caught: list[tuple[Any, Any]] = []  # calls of inner operators on the CPU, and what would launch them on a GPU
+library = torch.library.Library("flce", "IMPL")
+
+
+def catch(name: str) -> Any:
+    def run(*args, **kwargs):
+        call = OPERATORS[name].arguments.bind(*args, **kwargs)
+        path = choose(paths.KERNELS[name], facts_of(call)._replace(device="cuda"))
+        if path.name == "triton":
+            caught.append((paths.function(path.kernel).__wrapped__, call))
+        return meta.outputs(call)
+
+    return run
+
+
+for _name in OPERATORS:
+    library.impl(_name, catch(_name), "CPU")
+
+
+def step(name: str) -> None:
+    function, hidden, vocab, dtype, options = CALLS[name]
+
+    def empty(*shape: int, dtype: torch.dtype = dtype, trained: bool = True) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype).requires_grad_(trained)
+
+    tokens, target, weight = empty(16, hidden), torch.zeros(16, dtype=torch.int64), empty(vocab, hidden)
+    if options.get("bias"):
+        options = {key: value for key, value in options.items() if key != "bias"} | {"linear_bias": empty(vocab)}
+    operands: tuple[torch.Tensor, ...] = (tokens, weight, target)
+    if function is given:
+        operands = empty(16, vocab), target
+    elif function is divergence:
+        operands = tokens, weight, empty(16, hidden, trained=False), empty(vocab, hidden, trained=False)
+    elif function is policy:
+        operands += torch.zeros(16), torch.zeros(16)
+    result = function(*operands, **options)
+    results = result if isinstance(result, tuple) else (result,)
+    wanted = [part for part in results if isinstance(part, torch.Tensor) and part.requires_grad]
+    torch.autograd.backward(wanted, [torch.ones_like(part) for part in wanted])
 
 
 def compile_call(card: str, name: str) -> None:
-    function, hidden, vocab, dtype, options = CALLS[name]
-    of_chip = {"arch": 80 if card.startswith("gfx") else int(card), "multiprocessors": CARDS[card][1]}
-    ahead.warmup(hidden, vocab, function=function, dtype=dtype, **of_chip, **options)
+    device = pretend_to_have(card)
+    caught.clear()
+    step(name)
+    for launch, call in caught:
+        first_call.compile_kernels(launch, call, device)
 
 
 def faults(card: str, kernel: Compiled) -> list[str]:
@@ -158,20 +208,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
-    given = parser.parse_args()
+    chosen = parser.parse_args()
     triton.compiler.compile = compile_and_look  # before the package's kernels are made
     failed = 0
-    for card in given.cards:
+    for card in chosen.cards:
         found.clear()
         start = time.perf_counter()
         of_amd = card.startswith("gfx")
-        for name in [name for name in given.calls if not (of_amd and name in OF_NVIDIA)]:
-            try:
-                with amd(card) if of_amd else nullcontext():
-                    compile_call(card, name)
-            except RuntimeError as error:
-                failed += 1
-                print(f"{card} {name}: {error}: {error.__cause__}", flush=True)
+        for name in [name for name in chosen.calls if not (of_amd and name in OF_NVIDIA)]:
+            failures.clear()
+            compile_call(card, name)
+            failed += len(failures)
+            for kernel_name, error in failures:
+                print(f"{card} {name}: {kernel_name}: {error!r}", flush=True)
         for kernel in found.values():
             for said in faults(card, kernel):
                 failed += 1

@@ -158,8 +158,8 @@ def check_forward_and_backward(case: str) -> None:
 
 
 def check_overflow_by_tensor_maps(monkeypatch) -> None:
-    """The weight gradient is summed in float16, with an exponent for each row. The first chunk chooses the exponent, and
-    later chunks are larger.
+    """The weight gradient is summed in float16, with an exponent for each row. The first chunk chooses the
+    exponent, and later chunks are larger.
     """
     let_tensor_maps_add(monkeypatch)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
