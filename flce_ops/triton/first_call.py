@@ -11,6 +11,7 @@ as Triton does it.
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -67,8 +68,14 @@ def compile_kernels(launch: Callable[[Any], Any], call: Arguments, device: torch
             launches.only_compile = False
 
 
+# Triton 3.6 compiles a launcher in C for each signature of a kernel, and imports it as a Python module. All these modules
+# have one name. If two threads import at once, a kernel could get the launcher of another: its launch fails with
+# "function takes exactly 24 arguments (36 given)".
+loading = threading.Lock()
+
+
 class Loader(ThreadPoolExecutor):
-    """Threads that load onto the device what they have compiled. With Triton 3.6 this also compiles a launcher in C."""
+    """Threads that load onto the device what they have compiled."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(2 * (os.cpu_count() or 1))  # half of them wait: for the GIL, or for ptxas and gcc
@@ -77,7 +84,7 @@ class Loader(ThreadPoolExecutor):
     def submit(self, compile: Callable, /, *args: Any, **options: Any) -> Future:
         def compile_and_load() -> Any:
             kernel = compile(*args, **options)
-            with torch.cuda.device(self.device):  # the current device is per thread
+            with loading, torch.cuda.device(self.device):  # the current device is per thread
                 kernel.run  # noqa: B018  loads it
             return kernel
 

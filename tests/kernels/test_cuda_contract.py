@@ -284,25 +284,26 @@ x = torch.randn(40, 16, device="cuda")
 w = torch.randn(31, 16, device="cuda")
 t = torch.randint(31, (40,), device="cuda")
 value = torch.{good}
-flce_ops.linear_cross_entropy(x, w, t, {name}=value)
+flce_ops.linear_cross_entropy(x, w, t, {name}=value, **{others})
 value.copy_(torch.{bad})
 keep_busy(1000)
-loss = flce_ops.linear_cross_entropy(x, w, t, {name}=value)
+loss = flce_ops.linear_cross_entropy(x, w, t, {name}=value, **{others})
 print("no synchronisation yet", flush=True)
 torch.cuda.set_sync_debug_mode("default")
 torch.cuda.synchronize()
 print("a silent number", loss.sum().item(), flush=True)
 """
+SPARSE = {"gradient_threshold": 2.0**-10}
 VALUES = [
-    ("gradient_class_order", 'arange(31, device="cuda")', 'zeros(31, dtype=torch.int64, device="cuda")'),
-    ("gradient_class_order", 'arange(31, device="cuda")', 'arange(1, 32, device="cuda")'),
-    ("temperature", 'ones((), device="cuda")', 'zeros((), device="cuda")'),
+    ("gradient_class_order", 'arange(31, device="cuda")', 'zeros(31, dtype=torch.int64, device="cuda")', SPARSE),
+    ("gradient_class_order", 'arange(31, device="cuda")', 'arange(1, 32, device="cuda")', SPARSE),
+    ("temperature", 'ones((), device="cuda")', 'zeros((), device="cuda")', {}),
 ]
 
 
-@pytest.mark.parametrize("name, good, bad", VALUES)
-def test_a_value_that_the_host_does_not_know_is_a_device_assert_with_a_message(name, good, bad):
-    script = VALUE.format(name=name, good=good, bad=bad)
+@pytest.mark.parametrize("name, good, bad, others", VALUES)
+def test_a_value_that_the_host_does_not_know_is_a_device_assert_with_a_message(name, good, bad, others):
+    script = VALUE.format(name=name, good=good, bad=bad, others=others)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode != 0
     assert "a silent number" not in done.stdout

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SHAPE = (700, 256, 5003)
-SMALL = 3 << 20  # with such operands, this gives an overlay chunk, or a recomputing step
+SMALL = 3 << 20  # several chunks
 CASES = {
     **{name: ({}, options | kl) for (name, options), kl in zip(OBJECTIVES.items(), KL * 2)},
     "on policy": ({"on_policy": True, "bias": True}, {"beta": 0.04}),
@@ -35,7 +35,6 @@ def call_of(made, shape=SHAPE):
 @pytest.mark.parametrize("workspace", [512 << 20, SMALL])
 @pytest.mark.parametrize("name", CASES)
 def test_triton_is_no_worse_than_plain_torch_and_gives_the_same_bits_again(name, workspace, poisoned_memory):
-    """From the third call on, the launches of the second are repeated."""
     made, options = CASES[name]
     call = call_of(made)
     exact = run_policy(plain_policy_loss, call, dtype=torch.float64, **options)
@@ -44,7 +43,7 @@ def test_triton_is_no_worse_than_plain_torch_and_gives_the_same_bits_again(name,
         first, *others = [run_policy(flce_ops.linear_policy_loss, call, **options) for _ in range(4)]
         path = flce_ops.last_path()
     assert (path.op, path.implementation) == ("linear_policy_loss_with_grad", "triton")
-    assert ("recomputing" in path.reason) == (workspace == SMALL)
+    assert (path.chunks > 1) == (workspace == SMALL)
     for key, found in first.items():
         unit = 0.5 * 2.0**-8 * (cancellation(call, **options) if key == "loss" else 1.0)
         assert error(found, exact[key]) <= 1.25 * error(plain[key], exact[key]) + unit, key
