@@ -63,11 +63,6 @@ def refused(device):
     order = torch.arange(V, device=device)
     with pytest.raises(NotImplementedError, match="the sparse gradient of DTensors with gradient_class_order"):
         flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=order, **OPTIONS["sparse"][0])
-    if device.type == "cpu":  # on CUDA it is a device-side assert
-        zeros = torch.zeros(V, dtype=torch.int64)
-        for order in (zeros, distribute_tensor(zeros, mesh, [Shard(0)])):
-            with pytest.raises(ValueError, match="expected gradient_class_order to be a permutation"):
-                flce_ops.linear_cross_entropy(*placed.args, gradient_class_order=order)
 
 
 def test_the_table_of_refusals_has_the_texts_of_a_sharded_vocabulary():
