@@ -5,7 +5,7 @@
 # make nightly   the tests with new inputs, 20,000 random cases on the CPU, 2,000 of the kernels in the interpreter, 10,000 steps
 # make matrix the core of the tests under the oldest torch and Triton that the package allows, and under the newest
 # make test-gpu the tests that need a GPU, on all cards at once
-# make newest runs the kernels' tests under the newest Triton that the package allows (1 GB more in .venv; Linux)
+# make triton-versions  every kernel in the interpreters of the oldest and the newest Triton that the package allows (Linux)
 # make wheel  builds sdist and wheel into dist/, and tests the wheel in an environment that PYTHON makes: release/smoke.py
 # make deepspeed runs the tests under DeepSpeed's ZeRO-3, which it installs into a folder of its own (Linux)
 # make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
@@ -31,7 +31,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo check test test-all test-gpu nightly matrix newest deepspeed wheel docs lint types format toolchain clean
+.PHONY: demo check test test-all test-gpu nightly matrix triton-versions deepspeed wheel docs lint types format toolchain clean
 
 demo: $(DEMO) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -66,7 +66,7 @@ nightly: $(INSTALLED)
 
 # Environments of their own. PyPI's torch brings CUDA, 5 GB each, unless PIP_EXTRA_INDEX_URL names the CPU builds.
 CORE := import torch_private compile scalars export opcheck graphs numerics cross_entropy ops kl_div_operator \
-    double_backward func checkpoint faults
+    double_backward func checkpoint faults every_kernel
 MATRIX_TOOLS := "pytest>=9" "pytest-xdist>=3.8" "expecttest>=0.3" "hypothesis>=6.100"
 # Triton 3.6's interpreter does not work with numpy 2.4
 OLDEST := "torch==2.11.*" "numpy==2.2.*"
@@ -91,10 +91,15 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m multigpu -n 3 --dist worksteal $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_cuda_sizes.py
 
-# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else
-newest: $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/newest -r requirements-newest.txt
-	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_triton_layouts.py tests/kernels/test_triton_targets.py
+# --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else. Both versions at once.
+triton-versions: $(INSTALLED)
+	for version in oldest newest; do \
+	    { $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps \
+	        --target $(VENV)/$$version -r requirements-$$version.txt && \
+	    PYTHONPATH=$(VENV)/$$version $(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/kernels/test_every_kernel.py; } \
+	        >$(VENV)/triton-$$version.log 2>&1 & eval "$$version=$$!"; \
+	done; wait $$oldest; failed=$$?; wait $$newest || failed=$$?; \
+	if [ $$failed = 0 ]; then grep -H passed $(VENV)/triton-*.log; else cat $(VENV)/triton-*.log; fi; exit $$failed
 
 wheel: $(INSTALLED)
 	rm -rf dist

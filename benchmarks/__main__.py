@@ -7,14 +7,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import itertools
-import os
 import secrets
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-STARTED = "FLCE_BENCHMARK_STARTED"  # kept over a restart, because the budget is for the whole run
 GRACE_S = 60  # seconds after the budget at which a run is ended that hangs in a provider's kernel
 
 
@@ -35,10 +33,8 @@ def trained(text: str) -> Path:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--shapes", default=None, help="groups of benchmarks/shapes.py and NxDxV, with commas; key")
-    parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its marks")
-    parser.add_argument(
-        "--data", type=trained, default=None, help="trained:PATH, of benchmarks.trained; of --loads first"
-    )
+    parser.add_argument("--loads", action="store_true", help="the units of benchmarks/loads.py instead, and its tables")
+    parser.add_argument("--data", type=trained, default=None, help="trained:PATH, of benchmarks.training")
     parser.add_argument("--modes", default="fwd_bwd,fwd,lora,none", help="all shapes of the first, then the next")
     parser.add_argument("--providers", default="*", help="names or patterns such as floor,ours*,liger*")
     parser.add_argument("--without", default="", help="providers to leave out, in the same notation")
@@ -54,15 +50,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default=None, help="cuda, or cpu at toy size")
     parser.add_argument("--seed", type=int, default=None, help="of the data; fresh when not given")
     parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    # units finished before a restart
-    parser.add_argument("--resume-after", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.data and (options.shapes or options.prior):
         parser.error("--data has its own shape and prior: leave out --shapes and --prior")
     if options.loads and (options.shapes or options.prior):
         parser.error("--loads has its own shapes and priors: leave out --shapes and --prior")
     if options.data and not options.data.exists():
-        parser.error(f"no file {options.data}: python -m benchmarks.trained makes one")
+        parser.error(f"no file {options.data}: python -m benchmarks.training --operands makes one")
     options.name = options.name or ("loads" if options.loads else "run")
     options.ms = options.ms or (100 if options.loads else 400)
     if options.quick:
@@ -71,14 +65,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    options = parse(argv)
-    started = float(os.environ.pop(STARTED, time.time()))
+    options, started = parse(argv), time.time()
 
     import torch
 
     from . import loads, providers, run
-    from .data import IGNORED, PRIORS, TRAINED, shape_of
+    from .data import PRIORS, TRAINED, shape_of
     from .modes import MODES
     from .report import Report, environment, say
     from .shapes import parse_shapes
@@ -95,44 +87,30 @@ def main(argv: Sequence[str] | None = None) -> Path:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     run.one_compilation_per_shape()
     here = environment(device, options.commit)
-    report = Report(options.out / here.slug / f"{options.name}.csv", resume=options.resume_after is not None)
+    report = Report(options.out / here.slug / f"{options.name}.csv")
     say(f"{here.gpu}, torch {here.torch}, triton {here.triton}, commit {here.commit} -> {report.path}")
 
     def spent() -> float:
         return time.time() - started
 
     def text(unit: loads.Unit) -> str:
-        share = "" if unit.ignored == IGNORED else f" ({unit.ignored:.0%} ignored)"
-        return f"{unit.mode} {unit.shape}{share}"
+        return f"{unit.mode} {loads.name_of((str(unit.shape), unit.ignored, unit.prior))}"
 
     faulthandler.dump_traceback_later(max(1.0, options.budget_s + GRACE_S - spent()), exit=True, file=sys.__stderr__)
     try:
         for done, unit in enumerate(units):
-            if done < (options.resume_after or 0):
-                continue
             if spent() > options.budget_s:
                 say("time budget spent, left out: " + ", ".join(map(text, units[done:])))
                 break
             say(f"\n{spent():.0f} s: {text(unit)} {options.dtype}")
-            settings = run.Settings(
-                device=device,
-                dtype=getattr(torch, options.dtype),
-                rounds=options.rounds,
-                ms=options.ms,
-                seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
-                ignored=unit.ignored,
-                prior=unit.prior,
-                trained=options.data if unit.prior == TRAINED else None,
-            )
+            seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+            settings = run.Settings(device, getattr(torch, options.dtype), options.rounds, options.ms, seed)
+            of_file = options.data if unit.prior == TRAINED else None
+            settings = settings._replace(ignored=unit.ignored, prior=unit.prior, trained=of_file)
             of_the_unit = [name for name in providers.choose(unit.providers) if name in names]
-            mode = MODES[unit.mode]
+            late = {"out_of_time": lambda: spent() > options.budget_s}
             try:
-                rows = run.measure(
-                    unit.shape, mode, of_the_unit, settings, here, out_of_time=lambda: spent() > options.budget_s
-                )
-            except run.LostDevice as lost:
-                report.add([lost.row])
-                _restart_without(lost.provider, done, started, argv, options)
+                rows = run.measure(unit.shape, MODES[unit.mode], of_the_unit, settings, here, **late)
             except torch.cuda.OutOfMemoryError:
                 say(f"{text(unit)}: the inputs and the reference alone do not fit in memory")
                 continue
@@ -143,18 +121,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         say("", *loads.tables(report.rows), sep="\n")
     say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")
     return report.path
-
-
-def _restart_without(provider: str, done: int, started: float, argv: list[str], options: argparse.Namespace) -> None:
-    """Restarts in a new process, at this shape and without this provider: after an illegal memory access nothing runs
-    any more in this process.
-    """
-    print(f"{provider} left the GPU unusable: going on without it in a fresh process", flush=True)
-    without = ",".join(filter(None, (options.without, provider)))
-    arguments = [*argv, "--without", without, "--resume-after", str(done)]
-    os.environ[STARTED] = str(started)
-    os.closerange(3, 4096)  # closes the driver's files, too, which releases the GPU memory of this process
-    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *arguments])
 
 
 if __name__ == "__main__":

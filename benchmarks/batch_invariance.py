@@ -8,17 +8,14 @@ call.
 Each shape, dtype and function has its own process, because most of the time is compilation.
 
     python -m benchmarks.batch_invariance                  # 10^7 tokens and more on a GPU -> batch_invariance.csv
-    python -m benchmarks.batch_invariance --device cpu     # fewer
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,10 +27,10 @@ import torch
 from torch import Tensor
 
 import flce_ops
-from flce_ops.aten.chunks import ROWS_OF_EQUAL_BITS
 
+from .command import command, place, report_of
 from .modes import KINDS
-from .report import Environment, Report, environment, say
+from .report import Environment, say
 from .shapes import Shape, parse_shapes
 
 # N tokens, D hidden, V vocabulary, K classes of a token
@@ -47,8 +44,7 @@ PROBLEMS = {
         ("4096x4096x128256", torch.bfloat16, 2),
         ("70000x64x512", torch.bfloat16, 48),
         ("70000x64x512", torch.float16, 48),
-    ),
-    "cpu": tuple(("300x320x509", dtype, 2) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+    )
 }
 
 
@@ -61,12 +57,11 @@ class Pool(NamedTuple):
     topk: Tensor  # (N, K)
     advantages: Tensor  # (N,)
     old_log_probs: Tensor  # (N,)
-    temperature: Tensor  # (N,)
     linear_weight: Tensor  # (V, D)
     teacher_weight: Tensor  # (V, D)
 
     def of(self, tokens: Tensor) -> Pool:
-        return Pool(*(values[tokens] for values in self[:7]), *self[7:])
+        return Pool(*(values[tokens] for values in self[:6]), *self[6:])
 
     def wanting_gradients(self) -> Pool:
         leaves = {name: getattr(self, name).detach().requires_grad_() for name in ("input", "linear_weight")}
@@ -91,7 +86,6 @@ def draw_pool(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int)
         labels(tokens, TOPK),
         randn(tokens).to(accumulate),
         (randn(tokens) - 6.0).to(accumulate),
-        randn(tokens).abs().to(accumulate) + 0.3,
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
         (3.0 * hidden**-0.5 * randn(classes, hidden)).to(dtype),
     )
@@ -109,12 +103,6 @@ def log_probs(pool: Pool) -> Results:
     )  # fmt: skip
     of_rows = {name: getattr(found, name) for name in ("log_probs", "lse", "entropy", "argmax")}
     return of_rows | metrics
-
-
-def log_probs_at_temperatures(pool: Pool) -> Results:
-    call = (pool.input, pool.linear_weight, pool.target)
-    found = flce_ops.linear_log_probs(*call, temperature=pool.temperature, softcap=20.0, entropy=True)
-    return {"log_probs at temperatures": found.log_probs, "entropy at temperatures": found.entropy}
 
 
 def log_probs_of_topk(pool: Pool) -> Results:
@@ -181,16 +169,7 @@ def input_gradients(pool: Pool) -> Results:
     return found
 
 
-ASKED = (
-    log_probs,
-    log_probs_at_temperatures,
-    log_probs_of_topk,
-    losses,
-    metrics_of_a_mean,
-    entropies_of_one_pass,
-    policy_losses,
-    divergences,
-)
+ASKED = (log_probs, log_probs_of_topk, losses, metrics_of_a_mean, entropies_of_one_pass, policy_losses, divergences)
 
 
 # ---------------------------------------------------------------- what must not matter
@@ -220,11 +199,6 @@ class Calling:
             return asked(call.wanting_gradients() if self.gradients else call)
 
 
-def fewest_tokens(pool: Pool) -> int:
-    """A CPU's BLAS sums in another order if there are fewer rows: flce_ops/aten/chunks.py."""
-    return ROWS_OF_EQUAL_BITS if pool.input.device.type == "cpu" else 1
-
-
 def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
     """Yields sizes of every residue modulo 16, first small ones, then `large` ones up to the whole pool; then the other
     ways.
@@ -235,10 +209,7 @@ def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
     def some(count: int) -> Tensor:
         return torch.randperm(most, generator=generator, device=device)[:count]
 
-    for count in (
-        *range(fewest_tokens(pool), fewest_tokens(pool) + 17),
-        *(draw.randrange(2, min(400, most // 16)) * 16 + residue for residue in range(16)),
-    ):
+    for count in (*range(1, 18), *(draw.randrange(2, min(400, most // 16)) * 16 + residue for residue in range(16))):
         yield Calling("N", some(min(count, most)))
     for k in range(large):
         residue = k % 16
@@ -257,7 +228,7 @@ def callings(pool: Pool, large: int, seed: int) -> Iterator[Calling]:
     for share in (0.02, 0.5, 0.99):
         tokens = some(most - 1)
         ignored = torch.rand(tokens.shape, generator=generator, device=device) < share
-        ignored[: fewest_tokens(pool)] = False
+        ignored[0] = False
         target = pool.target[tokens].masked_fill(ignored, IGNORED)
         for gradients in (False, True):
             yield Calling("ignored share", tokens, (~ignored).nonzero()[:, 0], target, gradients=gradients)
@@ -312,66 +283,35 @@ class InvarianceRow(Environment):
     differ: int
 
 
-Task = tuple[int, int]  # index of one of a device's problems, index into ASKED
-
-
-def rows_of(task: Task, device: torch.device, seed: int, here: Environment) -> list[InvarianceRow]:
-    (text, dtype, large), function = PROBLEMS[device.type][task[0]], ASKED[task[1]]
+def rows_of(problem: int, function: int, device: torch.device, seed: int, here: Environment) -> list[InvarianceRow]:
+    """Of one of PROBLEMS and one of ASKED."""
+    text, dtype, large = PROBLEMS["cuda"][problem]
     (shape,) = parse_shapes(text)
     pool = draw_pool(shape, dtype, device, seed)
-    found = walk(pool, callings(pool, large, seed), (function,))
-    of_shape = (*shape, str(dtype).removeprefix("torch."))
-    return [InvarianceRow(**vars(here), **dict(zip(FIELDS, (*of_shape, *key, *n)))) for key, n in found.items()]
-
-
-FIELDS = [name for name in InvarianceRow.__dataclass_fields__ if name not in Environment.__dataclass_fields__]
-
-
-def drawn_tokens(rows: Sequence[InvarianceRow]) -> int:
-    """The number of tokens drawn, each counted once for all functions."""
-    once = {(row.N, row.D, row.V, row.dtype, row.calling): row.tokens for row in rows}
-    return sum(once.values())
+    found = walk(pool, callings(pool, large, seed), (ASKED[function],))
+    machine = (here.gpu, here.torch, here.triton, here.commit, *shape, str(dtype).removeprefix("torch."))
+    return [InvarianceRow(*machine, *names, *counts) for names, counts in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser("python -m benchmarks.batch_invariance", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--processes", type=int, default=None, help="14 on a GPU, none beside this one on a CPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default=None, help="to note, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser = command("batch_invariance", __doc__, processes=14, seed=0)
     options = parser.parse_args(argv)
-    if options.processes is None:
-        options.processes = 14 if options.device.startswith("cuda") else 0
-    device, started = torch.device(options.device), time.monotonic()
-    here = environment(device, options.commit)
-    report = Report(options.out / here.slug / "batch_invariance.csv")
-    every: list[InvarianceRow] = []
-    tasks = list(itertools.product(range(len(PROBLEMS[device.type])), range(len(ASKED))))
-    for task, rows in measured(tasks, device, options.seed, here, options.processes):
-        report.add(rows)
-        every += rows
-        text, dtype, _ = PROBLEMS[device.type][task[0]]
-        differ, values = sum(row.differ for row in rows), sum(row.values for row in rows)
-        seconds = time.monotonic() - started
-        say(f"{seconds:4.0f} s  {text} {dtype} {ASKED[task[1]].__name__}: {differ:,} of {values:,} numbers differ")
-        for row in rows:
-            if row.differ:
-                say(f"        {row.calling}: {row.number}: {row.differ:,} of {row.values:,}")
-    say(f"{drawn_tokens(every):,} tokens -> {report.path}")
-    return report.path
-
-
-def measured(
-    tasks: Sequence[Task], device: torch.device, seed: int, here: Environment, processes: int
-) -> Iterator[tuple[Task, list[InvarianceRow]]]:
-    if not processes:
-        yield from ((task, rows_of(task, device, seed, here)) for task in tasks)
-        return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(rows_of, task, device, seed, here): task for task in tasks}
+    device, here = place(options)
+    report = report_of("batch_invariance", options)
+    tasks = itertools.product(range(len(PROBLEMS["cuda"])), range(len(ASKED)))
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        pending = {pool.submit(rows_of, *task, device, options.seed, here): task for task in tasks}
         for done in as_completed(pending):
-            yield pending[done], done.result()
+            problem, function = pending[done]
+            rows = done.result()
+            report.add(rows)
+            differ, values = sum(row.differ for row in rows), sum(row.values for row in rows)
+            text, dtype, _ = PROBLEMS["cuda"][problem]
+            say(f"{text} {dtype} {ASKED[function].__name__}: {differ:,} of {values:,} numbers differ")
+            for row in rows:
+                if row.differ:
+                    say(f"        {row.calling}: {row.number}: {row.differ:,} of {row.values:,}")
+    return report.path
 
 
 if __name__ == "__main__":

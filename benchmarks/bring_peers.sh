@@ -4,6 +4,8 @@
 #     bash benchmarks/bring_peers.sh OUT [NAME...]    needs pip and xz; all three take 10 minutes, nearly all compression
 #     OUT/peers.tar.xz           Liger, CCE, TRL, verl, QuACK and the CUTLASS DSL: Linux x86-64, CUDA 13, Python 3.12; 52 MiB
 #     OUT/peers_triton.tar.xz    Liger, CCE, TRL and verl alone, for any CUDA; under 4 MiB
+#     the first two also hold the two files of torch's chunked F.linear_cross_entropy, as torch_linear_cross_entropy:
+#     they are copied from the torch of PEERS_PYTHON (python3 when not set), 2.13 or later, and run under torch 2.11
 #     OUT/peers_cutile.tar.xz    cuTile and its compiler, for liger_cutile; add it to one of the others; 50 MiB
 #
 # There:  tar xf peers.tar.xz -C /tmp; P=/tmp/site-packages; export PYTHONPATH=$P:$P/nvidia_cutlass_dsl/dsl_packages
@@ -25,6 +27,7 @@ CUTLASS_PEERS=(
 CUTILE_PEERS=(cuda-tile==1.7.0 nvidia-cuda-tileiras==13.3.36 nvidia-cuda-nvcc==13.3.73 nvidia-nvvm==13.3.73)
 
 usage="usage: bash bring_peers.sh OUT [peers] [peers_triton] [peers_cutile]"
+python=${PEERS_PYTHON:-python3}
 mkdir -p "${1:?$usage}"
 out=$(cd "$1" && pwd)
 shift
@@ -37,16 +40,27 @@ fetch() {  # wheels for that machine, not for this one; unpacked as pip would, w
   local wheels platforms=()
   wheels=$(mktemp -d -p "$work")
   for glibc in 2_12 2_17 2_24 2_28; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
-  python3 -m pip download --quiet --no-deps --only-binary=:all: --dest "$wheels" \
+  "$python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$wheels" \
     --implementation cp --python-version "$PYTHON" --platform manylinux2014_x86_64 "${platforms[@]}" "$@"
   mkdir -p "$site"
-  for wheel in "$wheels"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+  for wheel in "$wheels"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
+}
+
+copy_of_torch() {  # finds torch without importing it
+  local modules package=$site/torch_linear_cross_entropy
+  modules=$("$python" -c "from importlib.util import find_spec as f; print(f('torch').submodule_search_locations[0])")/nn/modules
+  mkdir -p "$package"
+  cp "$modules"/linear_cross_entropy.py "$modules"/linear_cross_entropy_options.py "$package"
+  "$python" -c "import importlib.metadata as m; print(f'__version__ = {m.version(\"torch\")!r}')" > "$package/__init__.py"
 }
 
 # The x86 filter rewrites relative calls and the dictionary spans the largest library (181 MB): 52 MiB instead of 65.
 pack() { tar c -C "$work" site-packages | xz --x86 --lzma2=preset=9,dict=256MiB > "$out/$1.tar.xz"; }
 
-if [[ $wanted == *" peers_triton "* || $wanted == *" peers "* ]]; then fetch "${TRITON_PEERS[@]}"; fi
+if [[ $wanted == *" peers_triton "* || $wanted == *" peers "* ]]; then
+  fetch "${TRITON_PEERS[@]}"
+  copy_of_torch
+fi
 if [[ $wanted == *" peers_triton "* ]]; then pack peers_triton; fi
 if [[ $wanted == *" peers "* ]]; then
   fetch "${CUTLASS_PEERS[@]}"

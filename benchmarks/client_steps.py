@@ -22,13 +22,10 @@ from .data import IGNORE_INDEX
 # B sequences of T tokens, N = B T, D hidden, V vocabulary
 
 RETAINED = 3 * 2**30  # bytes for saved logits; the default is twice the workspace, 1 GiB
-OWN, OURS, RETAINING, LIGER = "own", "flce_ops", "flce_ops_retaining", "liger"
-TRAINERS = {  # loss: (trainer, its options)
-    "SFT nll": ("SFT", {}),
-    "SFT dft": ("SFT", {"loss_type": "dft"}),
-    "DPO": ("DPO", {}),
-    "GRPO": ("GRPO", {}),
-}
+OWN, OURS, RETAINING = "own", "flce_ops", "flce_ops_retaining"
+LIGERS_LOSS, LIGER, LIGER_AND_OURS = "liger_loss_alone", "liger", "liger_kernels_flce_ops_loss"
+# loss: (trainer, its options)
+TRAINERS = {"SFT nll": ("SFT", {}), "SFT dft": ("SFT", {"loss_type": "dft"}), "DPO": ("DPO", {}), "GRPO": ("GRPO", {})}
 
 
 class Given(nn.Module):
@@ -120,20 +117,47 @@ def transformers_client(options: argparse.Namespace, dtype: torch.dtype, labels:
     from flce_ops.integrations.transformers import patched
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    providers = {OWN: contextlib.nullcontext, OURS: partial(patched, model), LIGER: partial(liger, model)}
+    providers = {
+        OWN: contextlib.nullcontext,
+        OURS: partial(patched, model),
+        LIGERS_LOSS: partial(liger, model, kernels=False, loss=True),
+        LIGER: partial(liger, model, kernels=True, loss=True),
+        LIGER_AND_OURS: partial(liger_and_ours, model),
+    }
     return Client(model, loss_and_backward, optimizer, providers)
 
 
 @contextlib.contextmanager
-def liger(model: Any) -> Iterator[None]:
-    """Liger's fused head, without its other kernels."""
+def liger(model: Any, *, kernels: bool, loss: bool) -> Iterator[None]:
+    """Liger's kernels (RMSNorm, rotary positions, SwiGLU), its fused loss, or both, put on the model as it is."""
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
     from liger_kernel.transformers.model.qwen3 import lce_forward
+    from transformers.models.qwen3 import modeling_qwen3
 
-    model.forward = MethodType(lce_forward, model)
+    module = modeling_qwen3.__dict__  # Liger replaces names of it
+    names = {name: module[name] for name in ("apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP")}
+    attributes = {each: dict(each.__dict__) for each in model.modules()}
+    if kernels and not isinstance(model.model, Given):  # which has no layers
+        apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=loss, cross_entropy=False, model=model)
+    elif loss:
+        model.forward = MethodType(lce_forward, model)
     try:
         yield
     finally:
-        del model.forward
+        module.update(names)
+        for each, before in attributes.items():
+            for name in each.__dict__.keys() - before.keys():
+                delattr(each, name)
+            for name, value in before.items():
+                each.__dict__[name] = value
+
+
+@contextlib.contextmanager
+def liger_and_ours(model: Any) -> Iterator[None]:
+    from flce_ops.integrations.transformers import patched
+
+    with liger(model, kernels=True, loss=False), patched(model):
+        yield
 
 
 # ---------------------------------------------------------------- TRL

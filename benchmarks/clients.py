@@ -16,7 +16,6 @@ above SLACK times that of the client's own head.
 import argparse
 import contextlib
 import gc
-import re
 import statistics
 import tempfile
 import time
@@ -24,16 +23,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .client_steps import OWN, Client, transformers_client, trl_client
+from .command import command, report_of
 from .data import make_problem
 from .memory import MIB, peak_bytes_cuda
-from .report import Environment, Report, environment, say
+from .report import Environment, environment, reason_of, say, table_of
 from .shapes import Shape
 from .timing import time_steps
 
@@ -115,7 +114,7 @@ def working(row: ClientRow) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        row.reason = row.reason or f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        row.reason = row.reason or reason_of(error)
 
 
 def time_and_peak(
@@ -149,38 +148,26 @@ def time_and_peak(
 
 
 def table(rows: Sequence[ClientRow]) -> str:
-    lines = [
-        f"{'provider':19}{'step ms':>10}{'+-':>7}{'MiB':>8}{'head ms':>10}{'+-':>7}{'MiB':>8}"
-        f"{'err loss':>10}{'dX':>9}{'dW':>9}  equal to {TOLERANCE:g} and {SLACK:g} of own"
+    columns = [
+        (f"{what}_{column}", 15, form)
+        for what in ("step", "head")
+        for column, form in (("ms", ".2f"), ("spread", ".1%"), ("peak_MiB", ".0f"))
     ]
-    for row in rows:
-        cells = (
-            *((row.step_ms, "10.2f"), (row.step_spread, "7.1%"), (row.step_peak_MiB, "8.0f")),
-            *((row.head_ms, "10.2f"), (row.head_spread, "7.1%"), (row.head_peak_MiB, "8.0f")),
-            *((row.err_loss, "10.1e"), (row.err_dx, "9.1e"), (row.err_dw, "9.1e")),
-        )
-        text = "".join(" " * int(re.match(r"\d+", form)[0]) if v is None else f"{v:{form}}" for v, form in cells)
-        lines.append(f"{row.provider:19}{text}  {row.equal}  {row.reason}".rstrip())
-    return "\n".join(lines)
+    columns += [(name, 10, ".1e") for name in ("err_loss", "err_dx", "err_dw")] + [("equal", 7, "")]
+    return table_of(rows, columns, heading="provider", width=29, name_of=lambda row: row.provider)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.clients", description=__doc__)
+    parser = command("clients", __doc__, rounds=3, ms=200.0)
     parser.add_argument("--cases", default=",".join(CASES), help="client:loss or client:loss:dtype of the weights")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=200, help="back-to-back time of a provider in a round")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
+    device, report = torch.device(options.device), report_of("clients", options)
     start = time.perf_counter()
-    report = Report(options.out / environment(device).slug / "clients.csv")
     with tempfile.TemporaryDirectory() as folder:
         options.folder = folder
         for case in options.cases.split(","):

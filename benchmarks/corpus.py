@@ -7,7 +7,6 @@ first. The seed fixes the order of the documents.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sysconfig
 import time
@@ -25,62 +24,35 @@ SUFFIXES = {".py", ".txt", ".md", ".rst"}  # of files in folders that --text nam
 LARGEST_FILE = 2**20  # bytes; larger sources are mostly generated tables
 PIECE = 2**16  # bytes of the pieces into which a file named by --text is cut
 HELD_OUT = 20  # every 20th document is held out
-TOKENIZER_BYTES = 64 * 10**6  # the merges are learnt from the first files, up to this many bytes
+TOKENIZER_DOCUMENTS = 5000  # the merges are learnt from the first files
 DOCUMENTS = 512  # documents encoded at a time
 END = "<|endoftext|>"  # between documents; id 0
 
 
-class Document(NamedTuple):
-    path: Path
-    start: int
-    size: int  # bytes
-
-    def read(self) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.size)
-
-
-class Corpus(NamedTuple):
-    training: list[str]
-    held_out: list[str]
-
-
-def default_folders() -> list[Path]:
-    return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-
-
-def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[Document]:
+def documents_of(roots: Iterable[Path], suffixes: set[str]) -> Iterator[bytes]:
     """The files of a folder with one of the suffixes, whole. A root that is a file, whatever its name, in pieces."""
-    for root in dict.fromkeys(roots):
+    for root in roots:
         if root.is_dir():
             for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()):
                 if 0 < path.stat().st_size <= LARGEST_FILE:
-                    yield Document(path, 0, LARGEST_FILE)
-        elif root.is_file():
-            for start in range(0, root.stat().st_size, PIECE):
-                yield Document(root, start, PIECE)
+                    yield path.read_bytes()
         else:
-            raise ValueError(f"expected a file or a folder, got {root}")
+            content = root.read_bytes()
+            yield from (content[start : start + PIECE] for start in range(0, len(content), PIECE))
 
 
-def read_corpus(documents: Iterable[Document], *, most_bytes: int, seed: int) -> Corpus:
+def read_corpus(documents: Iterable[bytes], *, most_bytes: int, seed: int) -> tuple[list[str], list[str]]:
     """Documents in random order, each text once, up to most_bytes. Every HELD_OUT-th is kept from training."""
-    documents, seen, size = list(documents), set(), 0
+    documents, size = list(dict.fromkeys(documents)), 0
     random.Random(seed).shuffle(documents)
-    corpus = Corpus([], [])
-    for document in documents:
+    training: list[str] = []
+    held_out: list[str] = []
+    for number, document in enumerate(documents, 1):
         if size >= most_bytes:
             break
-        content = document.read()
-        digest = hashlib.sha256(content).digest()
-        if digest in seen:
-            continue
-        seen.add(digest)
-        size += len(content)
-        held_out = len(seen) % HELD_OUT == 0
-        (corpus.held_out if held_out else corpus.training).append(content.decode(errors="replace"))
-    return corpus
+        size += len(document)
+        (training if number % HELD_OUT else held_out).append(document.decode(errors="replace"))
+    return training, held_out
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int):
@@ -101,21 +73,12 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int):
     return tokenizer
 
 
-def first_bytes(texts: Sequence[str], most: int) -> Iterator[str]:
-    size = 0
-    for text in texts:
-        if size >= most:
-            return
-        size += len(text)
-        yield text
-
-
 def encode(tokenizer, texts: Sequence[str]) -> Tensor:
     """(tokens,) int32, with END after each text."""
     parts = []
     for start in range(0, len(texts), DOCUMENTS):
-        for encoding in tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS]):
-            parts.append(np.array([*encoding.ids, 0], dtype=np.int32))
+        encodings = tokenizer.encode_batch_fast(texts[start : start + DOCUMENTS])
+        parts += [np.array([*encoding.ids, 0], dtype=np.int32) for encoding in encodings]
     return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
 
 
@@ -127,13 +90,14 @@ class Tokens(NamedTuple):
 def tokens_of(text: Sequence[Path] | None, *, megabytes: float, vocabulary: int, seed: int) -> Tokens:
     """Tokens of the files and folders, or of the installed Python sources. The tokenizer is trained on them first."""
     started = time.perf_counter()
-    documents = documents_of(text or default_folders(), SUFFIXES if text else {".py"})
-    corpus = read_corpus(documents, most_bytes=round(megabytes * 1e6), seed=seed)
-    tokenizer = train_tokenizer(first_bytes(corpus.training, TOKENIZER_BYTES), vocabulary)
-    tokens = Tokens(*(encode(tokenizer, texts) for texts in corpus))
+    sources = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    documents = documents_of(text or sources, SUFFIXES if text else {".py"})
+    texts = read_corpus(documents, most_bytes=round(megabytes * 1e6), seed=seed)
+    tokenizer = train_tokenizer(texts[0][:TOKENIZER_DOCUMENTS], vocabulary)
+    tokens = Tokens(*(encode(tokenizer, part) for part in texts))
     say(
-        f"{time.perf_counter() - started:.0f} s: to train on {len(corpus.training)} documents of"
-        f" {len(tokens.training) / 1e6:.1f} million tokens, held out {len(corpus.held_out)} of"
+        f"{time.perf_counter() - started:.0f} s: to train on {len(texts[0])} documents of"
+        f" {len(tokens.training) / 1e6:.1f} million tokens, held out {len(texts[1])} of"
         f" {len(tokens.held_out) / 1e6:.2f} million"
     )
     return tokens

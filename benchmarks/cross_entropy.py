@@ -9,10 +9,9 @@ gradients instead of logits. The errors are measured on random logits.
 """
 
 import argparse
-import importlib.metadata
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,21 +21,19 @@ from torch import Tensor
 
 import flce_ops
 
+from . import providers
+from .command import command, report_of
 from .memory import MIB, peak_bytes_cuda
-from .report import Environment, Report, environment, say
-from .timing import time_steps
+from .report import Environment, environment, reason_of, say, table_of
+from .timing import launch_to_return, time_steps
 
 # N tokens, V vocabulary
 
-SHAPES = (  # the CSV is complete after each shape
-    (8192, 128256, "bfloat16"),  # Llama 3; a row does not fit the registers of a multiprocessor
-    (8192, 32000, "bfloat16"),
-    (16384, 50304, "bfloat16"),
-    (16384, 32000, "float32"),
-    (4096, 151936, "bfloat16"),  # Qwen
-    (2048, 32000, "bfloat16"),
-    (8192, 128256, "float32"),
-    (4096, 50257, "bfloat16"),  # GPT-2: rows start at any alignment
+# NxV:dtype; the CSV is complete after each shape. Llama 3 (a row does not fit the registers of a multiprocessor), two
+# smaller heads, Qwen, GPT-2 (rows start at any alignment)
+SHAPES = (
+    "8192x128256:bfloat16,8192x32000:bfloat16,16384x50304:bfloat16,16384x32000:float32,4096x151936:bfloat16,"
+    "2048x32000:bfloat16,8192x128256:float32,4096x50257:bfloat16"
 )
 CHECKED_ROWS = 256  # rows of the gradient that are checked; the loss is checked over all rows
 Step = Callable[[], Tensor]
@@ -89,19 +86,16 @@ def quack(inplace_backward: bool) -> Loss:
     return lambda logits, target: cross_entropy(logits, target, inplace_backward=inplace_backward)
 
 
-# name: (distribution, whether it overwrites the logits, function that makes the loss)
-PROVIDERS: dict[str, tuple[str, bool, Callable[[], Loss]]] = {
-    "ours": ("flce_ops", False, lambda: flce_ops.cross_entropy),
-    "ours_in_place": (
-        "flce_ops",
-        True,
-        lambda: lambda logits, target: flce_ops.cross_entropy(logits, target, inplace_backward=True),
-    ),
-    "torch_eager": ("torch", False, lambda: F.cross_entropy),
-    "torch_compile": ("torch", False, lambda: torch.compile(F.cross_entropy, dynamic=False)),
-    "liger": ("liger_kernel", True, liger),
-    "quack": ("quack_kernels", False, lambda: quack(False)),
-    "quack_in_place": ("quack_kernels", True, lambda: quack(True)),
+IN_PLACE = {"inplace_backward": True}
+# name: (distribution, function that makes the loss)
+PROVIDERS: dict[str, tuple[str, Callable[[], Loss]]] = {
+    "ours": ("flce_ops", lambda: flce_ops.cross_entropy),
+    "ours_in_place": ("flce_ops", lambda: partial(flce_ops.cross_entropy, **IN_PLACE)),
+    "torch_eager": ("torch", lambda: F.cross_entropy),
+    "torch_compile": ("torch", lambda: torch.compile(F.cross_entropy, dynamic=False)),
+    "liger": ("liger_kernel", liger),
+    "quack": ("quack_kernels", partial(quack, False)),
+    "quack_in_place": ("quack_kernels", partial(quack, True)),
 }
 
 
@@ -114,12 +108,8 @@ def make_problem(tokens: int, classes: int, dtype: str, ignored: float, device: 
     return logits.requires_grad_(), target
 
 
-def step_of(loss: Loss, logits: Tensor, target: Tensor) -> Step:
-    def step() -> Tensor:
-        (grad,) = torch.autograd.grad(loss(Made.apply(logits), target), logits)
-        return grad
-
-    return step
+def gradient(loss: Loss, logits: Tensor, target: Tensor) -> Tensor:
+    return torch.autograd.grad(loss(Made.apply(logits), target), logits)[0]
 
 
 class Truth(NamedTuple):
@@ -158,15 +148,13 @@ def measure(
     rows = {"copy": LogitsRow(*machine, "copy", torch.__version__)}
     steps: dict[str, Step] = {"copy": lambda: logits.detach().clone()}
     for name in names:
-        distribution, _, make = PROVIDERS[name]
-        rows[name] = row = LogitsRow(*machine, name, version_of(distribution))
+        distribution, make = PROVIDERS[name]
+        rows[name] = row = LogitsRow(*machine, name, providers.version_of(distribution))
         try:
             loss = make()
             row.err_loss, row.err_grad = errors(loss, logits, target, truth)
-            steps[name] = step = step_of(loss, logits, target)
-            row.peak_MiB = peak_of(step, device)
-        except ImportError as failure:
-            row.reason = f"not installed: {failure.name}"
+            steps[name] = step = partial(gradient, loss, logits, target)
+            row.peak_MiB = peak_bytes_cuda(step) / MIB if device.type == "cuda" else None
         except Exception as failure:  # raised by a provider
             row.reason = reason_of(failure)
         with torch.no_grad():
@@ -184,82 +172,30 @@ def measure(
     for name, timing in timings.items():
         row = rows[name]
         row.ms, row.spread = timing
-        row.host_us = host_us(steps[name], device)
+        row.host_us = launch_to_return(steps[name]) if device.type == "cuda" else None
         row.GBps = (2 * logits.nbytes if name == "copy" else moved) / timing.ms / 1e6
     for name in timings:
         rows[name].share = rows[name].GBps / rows["copy"].GBps
     return list(rows.values())
 
 
-def host_us(step: Step, device: torch.device) -> float:
-    """The fastest of a few measurements, because other work on the machine only adds time."""
-    times = []
-    for _ in range(20):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(1e6 * (time.perf_counter() - start))
-    return min(times)
-
-
-def version_of(distribution: str) -> str:
-    if distribution == "flce_ops":
-        return flce_ops.__version__
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def peak_of(step: Step, device: torch.device) -> float | None:
-    return peak_bytes_cuda(step) / MIB if device.type == "cuda" else None
-
-
-def reason_of(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0][:120] if str(failure) else ''}"
-
-
-def table(rows: Sequence[LogitsRow]) -> str:
-    headings = (("ms", 9), ("+-", 7), ("host us", 9), ("GB/s", 8), ("share", 8), ("MiB", 8), ("err loss", 10))
-    lines = ["provider".ljust(16) + "".join(name.rjust(width) for name, width in (*headings, ("err grad", 10)))]
-    for row in sorted(rows, key=lambda row: (row.ms is None, row.ms)):
-        cells = [(row.ms, "9.3f"), (row.spread, "7.1%"), (row.host_us, "9.0f"), (row.GBps, "8.0f")]
-        cells += [(row.share, "8.1%"), (row.peak_MiB, "8.0f"), (row.err_loss, "10.1e"), (row.err_grad, "10.1e")]
-        text = "".join(
-            f"{value:{form}}" if value is not None else " " * int(form.split(".")[0]) for value, form in cells
-        )
-        lines.append(f"{row.provider:16}{text}  {row.reason}".rstrip())
-    return "\n".join(lines)
-
-
-def parse_shape(text: str) -> tuple[int, int, str]:
-    size, _, dtype = text.partition(":")
-    tokens, classes = size.split("x")
-    return int(tokens), int(classes), dtype or "bfloat16"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.cross_entropy", description=__doc__)
-    parser.add_argument("--shapes", default="", help="NxV or NxV:dtype, with commas")
-    parser.add_argument("--ignored", type=float, default=0.02, help="share of the tokens")
-    parser.add_argument("--providers", default=",".join(PROVIDERS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=60, help="back-to-back time of a provider in a round")
-    parser.add_argument(
-        "--ahead-ms", type=float, default=40, help="that the host is ahead of the GPU; 0: its time counts"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+def main(argv: Sequence[str] | None = None) -> Path:
+    defaults = {"shapes": SHAPES, "ignored": 0.02, "providers": ",".join(PROVIDERS), "rounds": 3, "ms": 60.0}
+    parser = command("cross_entropy", __doc__, **defaults)
+    ahead = "that the host is ahead of the GPU; 0: its time counts"
+    parser.add_argument("--ahead-ms", type=float, default=40, help=ahead)
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    shapes = [parse_shape(text) for text in options.shapes.split(",")] if options.shapes else SHAPES
-    report = Report(options.out / environment(device).slug / "cross_entropy.csv")
-    for shape in shapes:
+    device, report = torch.device(options.device), report_of("cross_entropy", options)
+    for text in options.shapes.split(","):
+        size, _, dtype = text.partition(":")
+        tokens, classes = map(int, size.split("x"))
+        shape = (tokens, classes, dtype or "bfloat16")
         rows = measure(shape, options.ignored, device, options.providers.split(","), options)
         report.add(rows)
-        say(f"{shape[0]}x{shape[1]} {shape[2]}\n{table(rows)}")
+        columns = [("ms", 9, ".3f"), ("spread", 8, ".1%"), ("host_us", 9, ".0f"), ("GBps", 7, ".0f")]
+        columns += [("share", 8, ".1%"), ("peak_MiB", 9, ".0f"), ("err_loss", 10, ".1e"), ("err_grad", 10, ".1e")]
+        say(table_of(rows, columns, heading=text, width=24, name_of=lambda row: row.provider))
+    return report.path
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ A file of `python -m benchmarks.trained` holds input (N, D), linear_weight (V, D
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,6 +159,13 @@ def shape_of(path: Path) -> Shape:
     with safe_open(path, framework="pt") as file:
         (n, d), (v, _) = (file.get_slice(name).get_shape() for name in ("input", "linear_weight"))
     return Shape(n, d, v)
+
+
+def first_tokens(problem: Problem, tokens: int) -> Problem:
+    """The problem of the first tokens. Its input is another leaf, which wants a gradient if the problem's does."""
+    input = problem.input.detach()[:tokens].requires_grad_(problem.input.requires_grad)
+    vectors = {name: getattr(problem, name)[:tokens] for name in ("target", "cotangent")}
+    return replace(problem, shape=problem.shape._replace(N=tokens), input=input, **vectors)
 
 
 def _random_cotangent(tokens: int, options: dict) -> Tensor:  # (N,)

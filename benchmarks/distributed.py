@@ -13,21 +13,26 @@ Rows for other numbers of GPUs that are already in the files are kept.
 from __future__ import annotations
 
 import argparse
-import sys
+import itertools
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.ranks import common_parser, process_group, release, setting_of
-from benchmarks.report import KeepingReport, say
+from benchmarks.command import command
+from benchmarks.ranks import Clock, process_group, release
+from benchmarks.report import KeepingReport, environment, say, table_of
+from benchmarks.shapes import parse_shapes
 from benchmarks.vocabulary_parallel import bus_bandwidth, vocabulary_rows
 from benchmarks.weak_scaling import LLAMA, TOY_LLAMA, weak_scaling_row
 
+SHAPES, TOY_SHAPES = "16384x4096x128256,16384x8192x256000", "48x32x517"
+
 
 def parser() -> argparse.ArgumentParser:
-    made = common_parser(__doc__, rounds=3, ms=400.0)
-    made.add_argument("--parts", default="vocabulary,weak_scaling")
+    made = command("distributed", __doc__, rounds=3, ms=400.0, parts="vocabulary,weak_scaling")
+    made.add_argument("--shapes", help=f"NxDxV,...; the ranks divide N; {SHAPES}")
+    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
     made.add_argument("--compile", action="store_true", help="weak scaling also with compiled blocks")
     return made
 
@@ -39,16 +44,17 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    found, dtype, clock, out, shapes = setting_of(options, device)
+    found, out = environment(device, options.commit), options.out / environment(device).slug
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
+    shapes = parse_shapes(options.shapes or (TOY_SHAPES if options.toy else SHAPES))
     size, first = dist.get_world_size(), dist.get_rank() == 0
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
-    parts = options.parts.split(",")
-    if unknown := set(parts) - {"vocabulary", "weak_scaling"}:
-        sys.exit(f"expected --parts of vocabulary, weak_scaling; got {', '.join(sorted(unknown))}")
     if first:
         say(f"{size} x {found.gpu}, torch {found.torch}, triton {found.triton}, commit {found.commit}")
+    every = [("loss", 12, ".5f"), ("peak_MiB", 12, ".1f")]
 
-    if "vocabulary" in parts:
+    if "vocabulary" in options.parts:
         bandwidth = bus_bandwidth(clock, 1 if options.toy else 256)
         for shape in shapes:
             rows = vocabulary_rows(shape, mesh, clock, found, dtype, bandwidth)
@@ -56,32 +62,24 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             if first:
                 path = out / "distributed_vocabulary.csv"
                 KeepingReport(path, ranks=size, torch=found.torch, **shape._asdict()).add(rows)
-                say(f"\n{shape} on {size}: bus bandwidth {cell(bandwidth and bandwidth / 1e9)} GB/s")
-                for row in rows:
-                    say(
-                        f"{row.provider:16}{cell(row.ms):>10} ms{cell(row.x_ideal):>8} x ideal{cell(row.peak_MiB):>12}"
-                        f" MiB  loss {cell(row.loss, '.5f')}  |dX| {cell(row.grad_norm, '.4e')}  {row.reason}"
-                    )
-                say(f"  ideal = {cell(rows[0].gemm_ms)} ms of GEMMs + {cell(rows[0].communication_ms)} ms of bytes")
+                columns = [("ms", 10, ".3f"), ("x_ideal", 9, ".3f"), ("gemm_ms", 9, ".3f"), *every]
+                columns += [("communication_ms", 18, ".3f"), ("all_reduce_GBps", 17, ".0f"), ("grad_norm", 12, ".4e")]
+                say(table_of(rows, columns, heading=f"{shape}", width=18, name_of=lambda row: row.provider))
 
-    if "weak_scaling" in parts:
-        llama = TOY_LLAMA if options.toy else LLAMA
-        for compiled in (False, True) if options.compile else (False,):
-            for head in ("flce_ops", "F.cross_entropy"):
-                row = weak_scaling_row(llama, head, mesh, clock, found, compiled)
-                release(device)
-                if first:
-                    path = out / "distributed_weak_scaling.csv"
-                    KeepingReport(path, ranks=size, torch=found.torch, head=row.head).add([row])
-                    say(
-                        f"{row.head:26}{cell(row.ms):>10} ms{cell(row.tokens_per_s, ',.0f'):>12} tokens/s"
-                        f"{cell(row.tokens_per_s_per_rank, ',.0f'):>10} per rank{cell(row.peak_MiB, '.0f'):>9} MiB"
-                        f"  loss {cell(row.loss, '.4f')}  {row.reason}"
-                    )
-
-
-def cell(value: float | None, form: str = ".3f") -> str:
-    return "-" if value is None else format(value, form)
+    if "weak_scaling" in options.parts:
+        for compiled, head in itertools.product((False, True)[: 1 + options.compile], ("flce_ops", "F.cross_entropy")):
+            row = weak_scaling_row(TOY_LLAMA if options.toy else LLAMA, head, mesh, clock, found, compiled)
+            release(device)
+            if first:
+                path = out / "distributed_weak_scaling.csv"
+                KeepingReport(path, ranks=size, torch=found.torch, head=row.head).add([row])
+                columns = [
+                    ("ms", 10, ".3f"),
+                    ("tokens_per_s", 14, ",.0f"),
+                    ("tokens_per_s_per_rank", 23, ",.0f"),
+                    *every,
+                ]
+                say(table_of([row], columns, heading="", width=26, name_of=lambda row: row.head))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,8 @@
-"""`python -m benchmarks.docs_figures`: draws the figures of README.md and docs/ from CSVs and the planner.
+"""`python -m benchmarks.docs_figures`: draws the figures of README.md and docs/ from CSVs.
 
 docs/figures/time_against_memory.svg       a training step at one shape: time over the bare GEMMs and temporary memory
-docs/figures/memory_against_vocabulary.svg temporary memory of a training step: lines planned, dots measured
-docs/figures/time_against_tokens.svg       its time per token, likewise
 docs/figures/error_against_dtype.svg       error of dX and dW against float64, a row per results/*/numerics.csv
-docs/figures/loads_by_card.svg             torch.compile's time over this package's, by load and card
 docs/figures/sparse_training.svg           losses of models trained with sparse gradients: training_plot.py
-
-Measured points are the rows of mode fwd_bwd with the default data, from every CSV in benchmarks/results/nvidia-h200
-that has fwd_bwd.csv's columns. The planned lines need Triton, because the chunk sizes are the kernels' own
-(flce_ops/plan).
 """
 
 # N tokens, D hidden, V vocabulary
@@ -17,35 +10,19 @@ that has fwd_bwd.csv's columns. The planned lines need Triton, because the chunk
 from __future__ import annotations
 
 import argparse
-import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-import flce_ops
-from flce_ops.plan import Head, device_of, step_cost
-from flce_ops.plan.seconds import seconds
-
-from . import loads
 from .data import is_usual
 from .numerics_table import PROVIDERS
 from .report import REPOSITORY
+from .tables.markdown import RESULTS, rows_of
 from .training_plot import draw as sparse_training
 
 FOLDER = REPOSITORY / "docs" / "figures"
-RESULTS = REPOSITORY / "benchmarks" / "results"
 TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256  # the sizes that stay fixed while another one varies
-MIB = 2**20
-LINES = {  # provider of the CSVs: label, colour, cost, workspace
-    "torch_eager": ("F.cross_entropy, float32 logits", "#7f7f7f", step_cost.dense_eager, 512),
-    "torch_compile": ("F.cross_entropy, torch.compile", "#d95f02", step_cost.dense_compiled, 512),
-    "ours": ("flce_ops, 512 MiB", "#08519c", step_cost.one_pass, 512),
-    "ours_64MiB": ("flce_ops, 64 MiB", "#6baed6", step_cost.one_pass, 64),
-}
 # provider: label, colour, the label's place relative to its point in (points right, points up, alignment)
 OURS_AT = {  # label places of this package's points, by workspace
-    "ours_64MiB": ("64 MiB", "#08519c", (0, -16, "center")),
     "ours_128MiB": ("128 MiB", "#08519c", (11, 6, "left")),
     "ours": ("512 MiB, the default", "#08519c", (11, 4, "left")),
     "ours_2GiB": ("2 GiB", "#08519c", (-11, 0, "right")),
@@ -53,6 +30,7 @@ OURS_AT = {  # label places of this package's points, by workspace
 PEERS = {
     "torch_eager": ("torch, eager", "#7f7f7f", (10, 0, "left")),
     "torch_compile": ("torch.compile", "#d95f02", (10, -9, "left")),
+    "torch_chunked": ("torch, chunked", "#7f7f7f", (10, 0, "left")),
     "quack_chunked": ("QuACK chunked", "#1b9e77", (10, 7, "left")),
     "quack_scaled_exp": ("QuACK scaled-exp", "#1b9e77", (10, 0, "left")),
     "liger": ("Liger", "#7570b3", (10, 0, "left")),
@@ -60,49 +38,15 @@ PEERS = {
     "cce": ("Apple CCE", "#a6761d", (-11, 0, "right")),
     "cce_exact": ("Apple CCE, unfiltered", "#a6761d", (-11, 0, "right")),
 }
-COLUMNS = {"N", "D", "V", "mode", "provider", "ms", "beyond_gradients_MiB"}
 
 
 def is_of_training(row: dict[str, str]) -> bool:
     return bool(row["mode"] == "fwd_bwd" and row["ms"] and is_usual(row))
 
 
-def measured(folder: Path) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = []
-    for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            if COLUMNS <= set(reader.fieldnames or ()):
-                rows += filter(is_of_training, reader)
-    return rows
-
-
-def planned(provider: str, shape: tuple[int, int, int]) -> tuple[Head, step_cost.StepCost]:
-    _, _, cost, workspace = LINES[provider]
-    head = Head(*shape, torch.bfloat16)
-    with flce_ops.workspace(workspace * MIB):
-        return head, cost(head)
-
-
-def draw(plt, axes, sizes: list[int], shape_of: Callable, value_of: Callable, dots: dict[str, list]) -> None:
-    for provider, (label, colour, _, _) in LINES.items():
-        values = [value_of(*planned(provider, shape_of(size))) for size in sizes]
-        axes.plot(sizes, values, "--" if provider.startswith("torch") else "-", color=colour, label=label)
-        axes.plot(*zip(*dots[provider]) if dots[provider] else ([], []), "o", color=colour, markersize=5)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=35, fontsize=8)
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.grid(alpha=0.25)
-    handles, labels = axes.get_legend_handles_labels()
-    handles.append(plt.Line2D([], [], marker="o", linestyle="", color="black"))
-    axes.legend(handles, [*labels, "measured, H200"], fontsize=8)
-
-
 def time_against_memory(plt, path: Path):
     """One run of one shape: this package as a line over its workspaces, every other provider with a time as a point."""
-    with path.open(newline="") as file:
-        rows = list(filter(is_of_training, csv.DictReader(file)))
+    rows = list(filter(is_of_training, rows_of(path)))
     at_shape = {  # provider: (ms, MiB)
         row["provider"]: (float(row["ms"]), float(row["beyond_gradients_MiB"]))
         for row in rows
@@ -117,16 +61,8 @@ def time_against_memory(plt, path: Path):
     for provider, (text, colour, place) in (OURS_AT | PEERS).items():
         if provider in at_shape:
             axes.plot(*at_shape[provider], "o", color=colour, markersize=8)
-            axes.annotate(
-                text,
-                at_shape[provider],
-                place[:2],
-                textcoords="offset points",
-                ha=place[2],
-                va="center",
-                color=colour,
-                fontsize=11,
-            )
+            style = {"textcoords": "offset points", "ha": place[2], "va": "center", "color": colour, "fontsize": 11}
+            axes.annotate(text, at_shape[provider], place[:2], **style)
     axes.axvline(floor, color="black", linewidth=1, linestyle=":")
     axes.text(floor * 1.01, 0.4, "three bare cuBLAS GEMMs", fontsize=10)
     axes.set_xscale("log")
@@ -140,61 +76,8 @@ def time_against_memory(plt, path: Path):
     axes.grid(alpha=0.25)
     axes.set_xlabel("time of a training step, and over the bare GEMMs")
     axes.set_ylabel("peak memory beyond the gradients")
-    first = rows[0]
-    axes.set_title(
-        f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes, {first['dtype']}, one {first['gpu']}",
-        fontsize=11,
-    )
-    return figure
-
-
-def memory_against_vocabulary(plt, rows: list[dict[str, str]]):
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    dots = {  # through the gradients, the dense pair's memory depends on D; this package's hardly does
-        provider: [
-            (int(row["V"]), float(row["beyond_gradients_MiB"]))
-            for row in rows
-            if row["provider"] == provider and int(row["N"]) == TOKENS
-        ]
-        for provider in LINES
-    }
-    draw(
-        plt,
-        axes,
-        [8192, 16384, 32000, 64000, 128256, 256000],
-        lambda vocabulary: (TOKENS, HIDDEN, vocabulary),
-        lambda head, cost: cost.temporaries / MIB,
-        dots,
-    )
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_xlabel(f"vocabulary (tokens {TOKENS:,}, bfloat16)")
-    axes.set_ylabel("MiB beyond weight, input, gradients")
-    return figure
-
-
-def time_against_tokens(plt, rows: list[dict[str, str]]):
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    device = device_of("h200", torch.bfloat16, 1)
-    dots = {
-        provider: [
-            (int(row["N"]), 1e3 * float(row["ms"]) / int(row["N"]))
-            for row in rows
-            if row["provider"] == provider and (int(row["D"]), int(row["V"])) == (HIDDEN, VOCABULARY)
-        ]
-        for provider in LINES
-    }
-    draw(
-        plt,
-        axes,
-        [1024, 2048, 4096, 8192, 16384, 32768, 65536],
-        lambda tokens: (tokens, HIDDEN, VOCABULARY),
-        lambda head, cost: 1e6 * seconds(head, cost, device) / head.tokens,
-        dots,
-    )
-    axes.set_xlabel(f"tokens (hidden {HIDDEN:,}, vocabulary {VOCABULARY:,}, bfloat16, one H200)")
-    axes.set_ylim(0, 10)
-    axes.set_ylabel("microseconds a token, forward + backward")
+    shape = f"{TOKENS:,} tokens x {HIDDEN:,} hidden x {VOCABULARY:,} classes"
+    axes.set_title("{}, {dtype}, one {gpu}".format(shape, **rows[0]), fontsize=11)
     return figure
 
 
@@ -204,8 +87,7 @@ def error_against_dtype(plt, results: Path):
         len(paths), 2, figsize=(9, 3.4 * len(paths)), squeeze=False, sharey=True, layout="constrained"
     )
     for path, (left, right) in zip(paths, panels):
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = rows_of(path)
         dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
         for axes, column, title in ((left, "err_dx", "dX"), (right, "err_dw", "dW")):
             for i, (provider, colour) in enumerate(zip(PROVIDERS, ("#bdbdbd", "#7f7f7f", "#08519c", "#6baed6"))):
@@ -223,32 +105,10 @@ def error_against_dtype(plt, results: Path):
     return figure
 
 
-def loads_by_card(plt, results: Path):
-    """torch.compile's time relative to this package's: a line for each load, a colour for each card."""
-    cards = {"nvidia-h200": ("H200", "#08519c"), "nvidia-h100": ("H100", "#d95f02")}
-    ratios: dict[str, dict[str, float]] = {}  # load -> card -> ratio
-    for card in cards:
-        with (results / card / "loads.csv").open(newline="") as file:
-            times = loads.Times(csv.DictReader(file))
-        for load in dict.fromkeys(key[:3] for key in times.rows):
-            found = [times.rows.get((*load, name)) for name in ("torch_compile", "ours")]
-            if all(found):
-                ratios.setdefault(loads.name_of(load), {})[card] = float(found[0]["ms"]) / float(found[1]["ms"])
-    names = sorted(ratios, key=lambda name: ratios[name].get("nvidia-h200", 0))
-    figure, axes = plt.subplots(figsize=(8, 0.24 * len(names) + 1), layout="constrained")
-    for card, (label, colour) in cards.items():
-        points = [(ratios[name][card], y) for y, name in enumerate(names) if card in ratios[name]]
-        axes.plot(*zip(*points), "o", color=colour, markersize=6, label=label)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(-0.8, len(names) - 0.2)
-    axes.grid(alpha=0.25)
-    axes.set_xlabel("torch.compile's time over flce_ops': to the right of 1 flce_ops is faster")
-    axes.legend(fontsize=9, loc="lower right")
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> list[Path]:
+    parser = argparse.ArgumentParser("python -m benchmarks.docs_figures", description=__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    folder = parser.parse_args(argv).out
     import matplotlib
 
     matplotlib.use("Agg")
@@ -256,17 +116,10 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "flce_ops", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    parser = argparse.ArgumentParser("python -m benchmarks.docs_figures", description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    folder = parser.parse_args(argv).out
     folder.mkdir(parents=True, exist_ok=True)
-    rows = measured(RESULTS / "nvidia-h200")
     figures = {
         "time_against_memory": time_against_memory(plt, RESULTS / "nvidia-h200" / "fwd_bwd.csv"),
-        "memory_against_vocabulary": memory_against_vocabulary(plt, rows),
-        "time_against_tokens": time_against_tokens(plt, rows),
         "error_against_dtype": error_against_dtype(plt, RESULTS),
-        "loads_by_card": loads_by_card(plt, RESULTS),
         "sparse_training": sparse_training(plt, RESULTS / "nvidia-h200" / "training.csv"),
     }
     written = []

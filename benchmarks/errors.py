@@ -114,7 +114,7 @@ def make_reference(problem: Problem, mode: Mode) -> Reference:
     return Reference(loss, grad_input, grad_weight)
 
 
-def _distance(out: Tensor | None, reference: Tensor | None) -> float | None:
+def distance(out: Tensor | None, reference: Tensor | None) -> float | None:
     if reference is None:
         return None
     if out is None:
@@ -134,9 +134,9 @@ def _distance(out: Tensor | None, reference: Tensor | None) -> float | None:
 def errors_of(loss: Tensor, problem: Problem, reference: Reference) -> Errors:
     """The errors of the step that has just run, whose gradients are in .grad."""
     return Errors(
-        _distance(loss, reference.loss),
-        _distance(problem.input.grad, reference.grad_input),
-        _distance(problem.linear_weight.grad, reference.grad_weight),
+        distance(loss, reference.loss),
+        distance(problem.input.grad, reference.grad_input),
+        distance(problem.linear_weight.grad, reference.grad_weight),
     )
 
 

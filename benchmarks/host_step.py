@@ -1,69 +1,95 @@
-"""The host time of one step in this process, without its mathematics. overhead.py compares such processes.
+"""`python -m benchmarks.host_step [CHECKOUT]`: the host's part of a training step, and the kernels that it launches.
 
-`python -m benchmarks.host_step CHECKOUT [--cuda]` imports flce_ops from CHECKOUT and prints one JSON line a figure.
+    2048          2048 tokens in every step, D = 512, V = 32000
+    64 to 4096    another number of tokens in every step, none of them twice
+    kernels       what one step launches on the GPU, at two shapes
+
+host_ms is the time from the call of a step (loss and backward) to its return, with the GPU idle before it: the median
+over all steps, and their lower quartile. wall_ms is the time of a step in a loop that waits for the GPU only at its
+end. flce_ops comes from CHECKOUT, the benchmark from here. torch.compile is dynamic where N changes. QuACK takes
+multiples of 8 alone, so its numbers of tokens are such. If a library is missing, its row has the reason.
 """
 
+from __future__ import annotations
+
 import argparse
-import functools
+import collections
 import json
+import platform
+import random
+import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from benchmarks.shapes import Shape
+from . import providers
+from .command import command, report_of
+from .data import Problem, first_tokens, make_problem
+from .modes import MODES, Step, prepare
+from .report import REPOSITORY, Environment, commit_of, environment, reason_of, say, table_of
+from .run import one_compilation_per_shape
+from .shapes import Shape, parse_shapes
+from .timing import synchronize
 
-TINY = Shape(8, 8, 16)
-# mostly launches; a small head; few tokens at large heads
-CUDA_SHAPES = (Shape(128, 512, 32000), Shape(2048, 512, 32000), Shape(256, 4096, 128256), Shape(1024, 2048, 128256))
-MODES = ("eager", "compiled", "no_grad")
-STEPS = 20
-ROUNDS = 150  # short rounds, some of which no other process disturbs
+# N tokens, D hidden, V vocabulary
 
-
-class Figure(NamedTuple):
-    device: str
-    shape: tuple[int, int, int]
-    dtype: str
-    mode: str
-    us: list[float]  # microseconds of each round
-    calls: int | None = None  # calls of Python functions
+MODE = MODES["fwd_bwd"]
+LONGEST_S = 60.0  # for the steps that warm up
+WARM = 48  # steps before any that is timed: the numbers of tokens of a new loop have every remainder modulo 16
 
 
-def operands(tokens: int, hidden: int, classes: int, dtype: torch.dtype, device: str):
-    input = torch.randn(tokens, hidden, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.randn(classes, hidden, dtype=dtype, device=device, requires_grad=True)
-    return input, weight, torch.randint(classes, (tokens,), device=device)
+@dataclass
+class HostRow(Environment):
+    python: str
+    provider: str
+    version: str
+    tokens: str  # of a step: a number, or a range
+    D: int
+    V: int
+    host_ms: float | None = None
+    host_quartile_ms: float | None = None
+    wall_ms: float | None = None
+    calls: int | None = None  # calls of Python functions in a step
+    kernels: int | None = None  # launched in a step
+    copies: int | None = None  # and fills of memory
+    gpu_ms: float | None = None  # sum over kernels
+    reason: str = ""
 
 
-def training_step(loss_function, input, weight, target) -> None:
-    loss_function(input, weight, target).backward()
-    input.grad = weight.grad = None
+def loops(least: int, most: int, multiple: int, steps: int, rounds: int) -> tuple[list[int], list[list[int]]]:
+    """Numbers of tokens, without repetition: those of the steps that warm up, and those of two loops for each round."""
+    every = range(-(-least // multiple) * multiple, most + 1, multiple)
+    drawn = random.Random(0).sample(every, min(len(every), WARM + 2 * steps * rounds))
+    return drawn[:WARM], [drawn[WARM + number :: 2 * rounds] for number in range(2 * rounds)]
 
 
-def step_without_gradients(loss_function, *arguments) -> None:
-    with torch.no_grad():
-        loss_function(*arguments)
+def host_times(steps: Sequence[Step], device: torch.device) -> list[float]:
+    """The milliseconds from call to return of each step."""
+    host = []
+    for step in steps:
+        synchronize(device)
+        began = time.perf_counter()
+        step()
+        host.append(1e3 * (time.perf_counter() - began))
+    return host
 
 
-def steps(arguments) -> Iterator[tuple[str, Callable[[], None]]]:
-    import flce_ops
-
-    eager = flce_ops.linear_cross_entropy
-    for mode in MODES:
-        function, step = eager, step_without_gradients if mode == "no_grad" else training_step
-        if mode == "compiled":
-            torch._dynamo.reset()  # after its limit of shapes, torch.compile would run eagerly
-            function = torch.compile(eager, fullgraph=True, dynamic=False)
-        run = functools.partial(step, function, *arguments)
-        for _ in range(20):
-            run()
-        yield mode, run
+def wall_time(steps: Sequence[Step], device: torch.device) -> float:
+    """The milliseconds of a step in a loop."""
+    synchronize(device)
+    began = time.perf_counter()
+    for step in steps:
+        step()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - began) / len(steps)
 
 
-def python_calls(run: Callable[[], None]) -> int:
+def python_calls(step: Step) -> int:
     calls = 0
 
     def count(frame, event, _):
@@ -72,45 +98,135 @@ def python_calls(run: Callable[[], None]) -> int:
 
     with torch.autograd.set_multithreading_enabled(False):  # so that backward's calls are counted, too
         sys.setprofile(count)
-        run()
+        step()
         sys.setprofile(None)
     return calls
 
 
-def cpu_figures() -> Iterator[Figure]:
-    torch.set_num_threads(1)
-    for mode, run in steps(operands(*TINY, torch.float32, "cpu")):
-        rounds = []
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            for _ in range(STEPS):
-                run()
-            rounds.append((time.perf_counter() - began) / STEPS * 1e6)
-        yield Figure("cpu", TINY, "float32", mode, rounds, python_calls(run))
+def launched(step: Step) -> list[dict]:
+    """The GPU's work in one step: events of torch.profiler's trace."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
-def cuda_figures() -> Iterator[Figure]:
-    """From the call of a step to its return. Steps run one at a time: with a full queue the host would wait."""
-    for shape in CUDA_SHAPES:
-        for mode, run in steps(operands(*shape, torch.bfloat16, "cuda")):
-            torch.cuda.synchronize()
-            rounds = []
-            for _ in range(50):
-                began = time.perf_counter()
-                run()
-                rounds.append((time.perf_counter() - began) * 1e6)
-                torch.cuda.synchronize()
-            yield Figure("cuda", shape, "bfloat16", mode, rounds, python_calls(run))
+def time_loops(rows: dict[str, HostRow], problem: Problem, fixed: bool, options: argparse.Namespace) -> None:
+    """The providers take turns in every round."""
+    device, stepping, tokens, found = problem.input.device, {}, {}, {}
+    least = problem.shape.N if fixed else min(options.least, problem.shape.N)
+    for name, row in rows.items():
+        multiple = 8 if name.startswith("quack") else 1
+        if fixed:
+            tokens[name] = [least] * 8, [[least] * options.steps] * (2 * options.rounds)
+        else:
+            tokens[name] = loops(least, problem.shape.N, multiple, options.steps, options.rounds)
+        try:
+            stepping[name] = providers.stepping(name, MODE, dynamic=None if fixed else True)
+            deadline = time.monotonic() + LONGEST_S
+            for done, count in enumerate(tokens[name][0]):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it compiles for each N: {done} of them took more than {LONGEST_S:.0f} s")
+                stepping[name](first_tokens(problem, count))()
+            row.version = providers.version(name)
+            row.calls = python_calls(stepping[name](first_tokens(problem, tokens[name][0][0])))
+            found[name] = [], []
+        except Exception as error:
+            row.reason = reason_of(error)
+        problem.clear_gradients()
+    for number in range(options.rounds):
+        for name in random.Random(number).sample(list(found), len(found)):
+            one, other = (
+                [stepping[name](first_tokens(problem, count)) for count in tokens[name][1][2 * number + loop]]
+                for loop in (0, 1)
+            )
+            found[name][0].extend(host_times(one, device))
+            found[name][1].append(wall_time(other, device))
+            problem.clear_gradients()
+    for name, (host, walls) in found.items():
+        row = rows[name]
+        row.host_ms, row.wall_ms = statistics.median(host), statistics.median(walls)
+        row.host_quartile_ms = statistics.quantiles(host, n=4)[0] if len(host) > 1 else host[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.host_step", description=__doc__)
-    parser.add_argument("checkout", help="where flce_ops is imported from")
-    parser.add_argument("--cuda", action="store_true")
-    options = parser.parse_args()
-    sys.path.insert(0, options.checkout)
-    for figure in cuda_figures() if options.cuda else cpu_figures():
-        print(json.dumps(figure._asdict()), flush=True)
+def count_kernels(rows: dict[str, HostRow], problem: Problem, named: bool) -> None:
+    for name, row in rows.items():
+        try:
+            step = providers.provide(name, problem, MODE)
+            for _ in range(4):
+                step()
+            row.version, events = providers.version(name), launched(step)
+        except Exception as error:
+            row.reason = reason_of(error)
+            continue
+        finally:
+            problem.clear_gradients()
+        kernels = [event for event in events if event["cat"] == "kernel"]
+        row.kernels, row.copies = len(kernels), len(events) - len(kernels)
+        row.gpu_ms = sum(event["dur"] for event in kernels) / 1e3
+        if named:
+            for kernel, count in collections.Counter(event["name"][:100] for event in kernels).most_common():
+                ms = sum(event["dur"] for event in kernels if event["name"][:100] == kernel) / 1e3
+                say(f"    {name:16}{count:4} x {kernel}, {ms:.3f} ms")
+
+
+def measured(options: argparse.Namespace) -> Iterator[list[HostRow]]:
+    device = torch.device(options.device)
+    here = environment(device, options.commit or commit_of(options.checkout))
+    machine = (here.gpu, here.torch, here.triton, here.commit, platform.python_version())
+    names = providers.choose(options.providers)
+    one_compilation_per_shape()
+
+    def problem_of(shape: Shape) -> Problem:
+        problem = make_problem(shape, dtype=torch.bfloat16, device=device, seed=0)
+        prepare(problem, MODE)
+        return problem
+
+    (fixed,) = parse_shapes(options.shape)
+    for shape, tokens in (
+        (fixed, f"{fixed.N}"),
+        (fixed._replace(N=options.most), f"{options.least} to {options.most}"),
+    ):
+        rows = {name: HostRow(*machine, name, "", tokens, shape.D, shape.V) for name in names}
+        time_loops(rows, problem_of(shape), shape is fixed, options)
+        yield list(rows.values())
+    for shape in parse_shapes(options.kernels) if device.type == "cuda" else ():
+        rows = {name: HostRow(*machine, name, "", f"{shape.N}", shape.D, shape.V) for name in names}
+        count_kernels(rows, problem_of(shape), options.named)
+        yield list(rows.values())
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    parser = command("host_step", __doc__, providers="ours,torch_compile,quack_chunked,liger", rounds=3)
+    parser.add_argument("checkout", nargs="?", type=Path, default=REPOSITORY, help="where flce_ops comes from")
+    parser.add_argument("--shape", default="2048x512x32000", help="of the loop with one number of tokens")
+    parser.add_argument("--least", type=int, default=64, help="tokens of the other loop; same D and V")
+    parser.add_argument("--most", type=int, default=4096)
+    parser.add_argument("--kernels", default="2048x512x32000,8192x4096x128256", help="shapes whose kernels are counted")
+    parser.add_argument("--named", action="store_true", help="print the kernels by name")
+    parser.add_argument("--steps", type=int, default=100, help="of a round")
+    options = parser.parse_args(argv)
+    options.checkout = options.checkout.resolve()
+    sys.path.insert(0, str(options.checkout))
+    import flce_ops
+
+    if Path(flce_ops.__file__).parent.parent != options.checkout:
+        parser.error(f"expected flce_ops of {options.checkout}, got {flce_ops.__file__}: start in a fresh process")
+    report = report_of("host_step", options)
+    columns = [("host_ms", 9, ".3f"), ("host_quartile_ms", 18, ".3f"), ("wall_ms", 9, ".3f"), ("calls", 7, "d")]
+    columns += [("kernels", 9, "d"), ("copies", 8, "d"), ("gpu_ms", 9, ".3f")]
+    for rows in measured(options):
+        report.add(rows)
+        heading = f"{rows[0].tokens} x {rows[0].D} x {rows[0].V}"
+        say(table_of(rows, columns, heading=heading, width=28, name_of=lambda row: row.provider))
+    say(f"commit {rows[0].commit} -> {report.path}")
+    return report.path
 
 
 if __name__ == "__main__":

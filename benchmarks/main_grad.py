@@ -11,22 +11,24 @@ peak_MiB excludes only the input and the weight: it includes the buffer, or .gra
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import flce_ops
 
+from .command import command, report_of
 from .data import Problem, make_problem
+from .errors import distance, make_reference
 from .memory import MIB, peak_bytes
-from .report import Environment, Report, environment, say
-from .shapes import Shape
+from .modes import MODES
+from .report import Environment, environment, say, table_of
+from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
 # N tokens of a micro-batch, D hidden, V vocabulary
 
-SHAPES = (Shape(2048, 4096, 128256), Shape(1024, 4096, 128256))
+SHAPES = "2048x4096x128256,1024x4096x128256"
 MICRO_BATCHES = 8
 # runs forward and backward for input, linear_weight, target
 LossOfMicroBatch = Callable[[Tensor, Tensor, Tensor], None]
@@ -87,24 +89,6 @@ class Accumulation:
 PROVIDERS = ("autograd", "autograd_float32", "main_grad", "main_grad_retaining_none")
 
 
-def exact_gradient(problem: Problem) -> Tensor:  # (V, D) float64
-    weight = problem.linear_weight.double()
-    total = torch.zeros_like(weight)
-    for rows in range(0, len(problem.target), 256):
-        input, target = problem.input[rows : rows + 256].double(), problem.target[rows : rows + 256]
-        gradient = (input @ weight.T).softmax(1)
-        gradient[torch.arange(len(target), device=target.device), target.clamp(min=0)] -= 1.0
-        gradient *= ((target >= 0) / problem.valid.sum())[:, None]
-        total.addmm_(gradient.T, input)
-    return total
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    """The relative error, computed one block of rows at a time."""
-    squares = sum(float((f.double() - e).square().sum()) for f, e in zip(found.split(4096), exact.split(4096)))
-    return (squares / float(sum(e.square().sum() for e in exact.split(4096)))) ** 0.5
-
-
 def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> list[MainGradRow]:
     here = environment(device, options.commit)
     dtype, everything = getattr(torch, options.dtype), shape._replace(N=MICRO_BATCHES * shape.N)
@@ -112,9 +96,9 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
     ways = {provider: Accumulation(provider, problem) for provider in options.providers.split(",")}
     machine = (here.gpu, here.torch, here.triton, here.commit, *shape, MICRO_BATCHES, options.dtype)
     rows = {provider: MainGradRow(*machine, provider) for provider in ways}
-    exact = exact_gradient(problem)
+    exact = make_reference(problem, MODES["fwd_bwd"]).grad_weight
     for provider, way in ways.items():
-        rows[provider].err_dw = error(way.step(), exact)
+        rows[provider].err_dw = distance(way.step(), exact)
         way.free()
     del exact
     for provider, way in ways.items():
@@ -132,26 +116,16 @@ def measure(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
 
 
 def table(rows: Sequence[MainGradRow]) -> str:
-    lines = [f"{'provider':26}{'ms':>9}{'+-':>7}{'MiB':>8}{'err dw':>10}"]
-    lines += [f"{r.provider:26}{r.ms:9.2f}{r.spread:7.1%}{r.peak_MiB:8.0f}{r.err_dw:10.1e}" for r in rows]
-    return "\n".join(lines)
+    columns = [("ms", 9, ".2f"), ("spread", 8, ".1%"), ("peak_MiB", 10, ".0f"), ("err_dw", 10, ".1e")]
+    return table_of(rows, columns, heading="provider", width=26, name_of=lambda row: row.provider)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.main_grad", description=__doc__)
-    parser.add_argument("--shapes", default="", help="NxDxV of a micro-batch, with commas")
+    parser = command("main_grad", __doc__, shapes=SHAPES, dtype="bfloat16", rounds=3, ms=800.0)
     parser.add_argument("--providers", default=",".join(PROVIDERS))
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ms", type=float, default=800, help="back-to-back time of a provider in a round")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    shapes = [Shape(*map(int, text.split("x"))) for text in options.shapes.split(",")] if options.shapes else SHAPES
-    report = Report(options.out / environment(device).slug / "main_grad.csv")
-    for shape in shapes:
+    device, report = torch.device(options.device), report_of("main_grad", options)
+    for shape in parse_shapes(options.shapes):
         rows = measure(shape, device, options)
         report.add(rows)
         say(f"{MICRO_BATCHES} x {shape} {options.dtype}\n{table(rows)}")

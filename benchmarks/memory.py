@@ -43,10 +43,7 @@ def _peak_bytes_cpu(step: Step) -> int:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted(
-        ((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"),
-        key=lambda change: change[0],
-    )
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
     allocated = peak = 0
     for _, change in changes:
         allocated += change

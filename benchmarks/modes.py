@@ -45,11 +45,10 @@ class Mode(NamedTuple):
         return self.gemms * 2 * valid * shape.D * shape.V / 1e12
 
 
-METRICS = (  # names of return_metrics
-    *("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss"),
-)
+# names of return_metrics
+METRICS = ("token_accuracy", "is_top1", "argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit", "z_loss")
 KINDS = ("forward", "reverse", "jsd", "tv", "nla")
-SMOOTHING, CAP = {"label_smoothing": 0.1}, {"softcap": 30.0}
+SMOOTHING, CAP, INVARIANT = {"label_smoothing": 0.1}, {"softcap": 30.0}, {"batch_invariant": True}
 
 
 def with_metrics(*names: str) -> dict[str, Any]:
@@ -72,6 +71,8 @@ MODES = {
         Mode("softcap_smoothing", 3, "mean", True, True, SMOOTHING | CAP),
         *(Mode(f"metric_{name}", 3, "mean", True, True, with_metrics(name)) for name in METRICS),
         Mode("metrics", 3, "mean", True, True, with_metrics(*METRICS)),
+        Mode("invariant", 3, "mean", True, True, INVARIANT),
+        Mode("invariant_log_probs", 3, "log_probs", True, True, INVARIANT),
         *(Mode(f"kl_{kind}", 4, "mean", True, True, kind=kind) for kind in KINDS),  # with a teacher's head: kl_div.py
     )
 }

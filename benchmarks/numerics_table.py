@@ -11,7 +11,6 @@ gradients are those of the loss times 4096 (data.py), as with torch.amp.GradScal
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from torch import Tensor
 
 import flce_ops
 
+from .command import command, report_of
 from .data import Problem, make_problem
 from .errors import errors_of, make_reference
 from .modes import MODES, prepare
-from .report import REPOSITORY, Report, environment, say
+from .report import environment, say
 from .shapes import Shape, parse_shapes
 
 SHAPES = {"cpu": Shape(256, 288, 32003), "cuda": Shape(8192, 2048, 128256)}  # each under a minute
@@ -87,22 +87,17 @@ def step(function: Callable, problem: Problem) -> Tensor:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser("python -m benchmarks.numerics_table", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=None, help="folder of numerics.csv")
+    parser = command("numerics_table", __doc__)
     defaults = ", ".join(f"{shape} on {kind}" for kind, shape in SHAPES.items())
     parser.add_argument("--shape", default=None, help=f"NxDxV, default {defaults}")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, noted in the rows")
-    parser.add_argument("--commit", default=None)
-    arguments = parser.parse_args(argv)
-    device = torch.device(arguments.device)
-    (shape,) = parse_shapes(arguments.shape) if arguments.shape else (SHAPES[device.type],)
-    seed = int(torch.seed() % 2**31) if arguments.seed is None else arguments.seed
-    folder = arguments.out or REPOSITORY / "benchmarks" / "results" / environment(device).slug
-    report = Report(folder / "numerics.csv")
+    options = parser.parse_args(argv)
+    device, report = torch.device(options.device), report_of("numerics", options)
+    (shape,) = parse_shapes(options.shape) if options.shape else (SHAPES[device.type],)
+    seed = int(torch.seed() % 2**31) if options.seed is None else options.seed
     say(f"{'dtype':10}{'':34}{'loss':>10}{'dX':>10}{'dW':>10}")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        rows = measure(shape, dtype, device, seed, arguments.commit)
+        rows = measure(shape, dtype, device, seed, options.commit)
         report.add(rows)
         for row in rows:
             say(f"{row.dtype:10}{row.provider:34}{row.err_loss:10.1e}{row.err_dx:10.1e}{row.err_dw:10.1e}")

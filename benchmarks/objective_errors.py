@@ -27,10 +27,12 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 
+from .command import command, place
 from .data import Problem, make_problem
 from .errors import poison
 from .objective_formulas import Objective, Results, metrics_of_dense, metrics_of_ours, objectives_of
-from .report import Environment, KeepingReport, environment, say
+from .ranks import process_group
+from .report import Environment, KeepingReport, say, table_of
 from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 
@@ -119,11 +121,8 @@ def lines(task: Task, shape: Shape, device: torch.device, here: Environment) -> 
     rows = []
     for name, kernel, ours, plain in errors_of(number, path, problem):
         of_shape = (*shape, str(dtype).removeprefix("torch."), name, path, kernel, ranks)
-        rows.append(ErrorRow(**vars(here), **dict(zip(FIELDS, (*of_shape, *ours, *plain), strict=True))))
+        rows.append(ErrorRow(here.gpu, here.torch, here.triton, here.commit, *of_shape, *ours, *plain))
     return rows
-
-
-FIELDS = [name for name in ErrorRow.__dataclass_fields__ if name not in Environment.__dataclass_fields__]
 
 
 def errors_of(number: int, path: str, problem: Problem) -> Iterator[tuple[str, str, Errors, Errors]]:
@@ -131,7 +130,7 @@ def errors_of(number: int, path: str, problem: Problem) -> Iterator[tuple[str, s
     take this path.
     """
     x, w = problem.input, problem.linear_weight
-    place = sharded if path == SHARDED else as_they_are
+    place = sharded if path == SHARDED else lambda *operands: operands
     objectives = list(objectives_of(problem, place))
     if number == len(objectives):
         yield from metric_errors(problem) if path == "eager" else ()
@@ -170,10 +169,6 @@ def sharded(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
     return distribute_tensor(input, mesh, [Replicate()]), distribute_tensor(linear_weight, mesh, [Shard(0)])
 
 
-def as_they_are(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor]:
-    return input, linear_weight
-
-
 def measured(
     tasks: Sequence[Task], shape: Shape, device: torch.device, here: Environment, processes: int
 ) -> Iterator[list[ErrorRow]]:
@@ -187,48 +182,32 @@ def measured(
             yield done.result()
 
 
-def join_ranks(device: torch.device) -> None:
-    if device.type == "cuda":
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-
-
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser("python -m benchmarks.objective_errors", description=__doc__)
+    parser = command("objective_errors", __doc__)
     parser.add_argument("--shape", default=None, help="NxDxV")
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 18))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
-    device, of_ranks = torch.device(options.device), "LOCAL_RANK" in os.environ
+    if "LOCAL_RANK" in os.environ:
+        with process_group(options.device == "cpu"):
+            return run(options, {SHARDED: (torch.bfloat16,)}, dist.get_world_size())
+    return run(options, PATHS, 1)
+
+
+def run(options: argparse.Namespace, paths: dict[str, tuple[torch.dtype, ...]], ranks: int) -> Path:
+    device, here = place(options)
     (shape,) = parse_shapes(options.shape or SHAPES[device.type])
-    if of_ranks:
-        join_ranks(device)
-    first = not of_ranks or dist.get_rank() == 0
-    here = environment(device, options.commit)
-    path = options.out / here.slug / "objective_errors.csv"
-    report = KeepingReport(path, ranks=dist.get_world_size() if of_ranks else 1)
+    report = KeepingReport(options.out / here.slug / "objective_errors.csv", ranks=ranks)
     toy = make_problem(Shape(8, 8, 64), dtype=torch.float32, device=torch.device("cpu"), seed=SEED)
-    count = 1 + len(list(objectives_of(toy, as_they_are)))
-    paths = {SHARDED: (torch.bfloat16,)} if of_ranks else PATHS
+    count = 1 + len(list(objectives_of(toy, lambda *operands: operands)))
     tasks = [(number, path, dtype) for path, dtypes in paths.items() for dtype in dtypes for number in range(count)]
-    for rows in measured(tasks, shape, device, here, 0 if of_ranks else options.processes):
-        if first:
+    columns = [(f"{who}_{what}", 11, ".1e") for what in ("value", "dx", "dw") for who in ("err", "torch")]
+    for rows in measured(tasks, shape, device, here, 0 if ranks > 1 else options.processes):
+        if ranks == 1 or dist.get_rank() == 0:
             report.add(rows)
             for row in rows:
-                say(
-                    f"{row.dtype:9}{row.path:13}{row.kernel:7}{row.err_value:9.1e}/{row.torch_value:8.1e}  "
-                    f"{cell(row.err_dx, row.torch_dx)}  {cell(row.err_dw, row.torch_dw)}  {row.objective}"
-                )
-    if of_ranks:
-        dist.destroy_process_group()
-    return path
-
-
-def cell(ours: float | None, plain: float | None) -> str:
-    return "" if ours is None or plain is None else f"{ours:.1e}/{plain:.1e}"
+                heading = f"{row.dtype} {row.path} {row.kernel}"
+                say(table_of([row], columns, heading=heading, width=50, name_of=lambda row: row.objective))
+    return report.path
 
 
 if __name__ == "__main__":

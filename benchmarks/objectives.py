@@ -15,17 +15,20 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from . import providers
+from .command import command, report_of
 from .data import make_problem
 from .errors import make_reference
 from .modes import METRICS, MODES, Mode, prepare
-from .report import Environment, Report, Row, environment, say, table
-from .run import empty_row, note_time, one_compilation_per_shape, reason_of, set_up, tidy
+from .report import Environment, Row, environment, reason_of, say, table
+from .run import empty_row, note_time, one_compilation_per_shape, set_up, tidy
 from .shapes import Shape, parse_shapes
 from .timing import time_steps
 
@@ -46,6 +49,8 @@ LINES: tuple[tuple[str, tuple[str, ...]], ...] = (  # all bfloat16: (mode, provi
     ("softcap_smoothing", ("ours", "torch_compile")),
     ("kl_forward", ("floor", "ours", "torch_compile", "liger")),
     *((f"kl_{kind}", ("ours", "torch_compile", "liger")) for kind in ("reverse", "jsd")),
+    *((f"kl_{kind}", ("ours",)) for kind in ("tv", "nla")),
+    *((name, ("ours",)) for name in ("invariant", "invariant_log_probs")),
 )
 IN_FLOAT16 = ("fwd_bwd", "none", "log_probs")
 
@@ -62,7 +67,7 @@ class Unit(NamedTuple):
 
 def units_of(patterns: str) -> list[Unit]:
     chosen = set(providers.choose(patterns))
-    half = [Unit(torch.float16, MODES[name], provider) for name in IN_FLOAT16 for provider in ("ours",)]
+    half = [Unit(torch.float16, MODES[name], "ours") for name in IN_FLOAT16]
     units = [Unit(torch.bfloat16, MODES[name], provider) for name, those in LINES for provider in those]
     return [unit for unit in units + half if unit.provider in chosen]
 
@@ -88,14 +93,10 @@ def first_calls(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.de
 
 
 def compile_first(shapes: Sequence[Shape], units: Sequence[Unit], device: torch.device, options) -> None:
-    context = multiprocessing.get_context("spawn")
     compiled = [unit for unit in units if unit.provider != "floor"]
     shares = [compiled[first :: options.processes] for first in range(options.processes)]
-    workers = [context.Process(target=first_calls, args=(shapes, share, device, options.seed)) for share in shares]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(first_calls, shapes, device=device, seed=options.seed), shares))
 
 
 def measure(
@@ -143,16 +144,8 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser("python -m benchmarks.objectives", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES, help="NxDxV, with commas")
-    parser.add_argument("--providers", default="*", help="names or patterns, with commas")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--ms", type=float, default=120, help="back-to-back time of a step in a round")
+    parser = command("objectives", __doc__, shapes=SHAPES, providers="*", rounds=4, ms=120.0, seed=1)
     parser.add_argument("--processes", type=int, default=10, help="that compile at a time before anything is timed")
-    parser.add_argument("--seed", type=int, default=1, help="of the data")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default=None, help="to note in the CSV, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     started, device = time.time(), torch.device(options.device)
     one_compilation_per_shape()
@@ -161,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         compile_first(shapes, units, device, options)
         say(f"{time.time() - started:.0f} s: compiled")
     gc.freeze()  # a garbage collection of what the imports left would take a quarter of a second in each step
-    here = environment(device, options.commit)
-    report = Report(options.out / here.slug / "objectives.csv")
+    here, report = environment(device, options.commit), report_of("objectives", options)
     for shape in shapes:
         rows = measure(shape, units, device, here, options)
         report.add(rows)

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import loads
+from .command import command
 from .data import IGNORED, PRIORS
-from .report import REPOSITORY, Environment, Report, commit_of, environment, say, table_of
+from .report import REPOSITORY, Environment, Report, commit_of, environment, reason_of, say, table_of
 from .shapes import Shape, parse_shapes
-from .timing_arguments import timing_arguments
 
 # N tokens, D hidden, V vocabulary
 
@@ -97,7 +97,7 @@ def serve(checkout: Path, device: torch.device) -> None:
     from .data import make_problem
     from .modes import MODES, prepare
     from .providers import provide
-    from .timing import time_steps
+    from .timing import synchronize, time_steps
 
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -119,8 +119,7 @@ def serve(checkout: Path, device: torch.device) -> None:
                 step = provide("ours", problem, MODES[unit.mode])
                 for _ in range(request["calls"]):
                     step()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                synchronize(device)
             elif "ms" in request:
                 timed = time_steps({"": step}, device=device, rounds=1, ms=request["ms"], on_failure=failed)
                 answer["ms"] = timed[""].ms
@@ -129,7 +128,7 @@ def serve(checkout: Path, device: torch.device) -> None:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
         except Exception as error:
-            answer["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            answer["reason"] = reason_of(error)
         print(json.dumps(answer), flush=True)
 
 
@@ -202,14 +201,12 @@ def measure(
 def table(rows: Sequence[PairedRow]) -> str:
     columns = [("against_ms", 12, ".3f"), ("ms", 9, ".3f"), ("x_against", 11, ".4f"), ("spread", 9, ".4f")]
 
-    def name_of(row: PairedRow) -> str:
-        return str(Unit(row.mode, (row.N, row.D, row.V), row.ignored, row.prior))
-
-    return table_of(rows, columns, heading="step", width=44, name_of=name_of)
+    units = {id(row): str(Unit(row.mode, (row.N, row.D, row.V), row.ignored, row.prior)) for row in rows}
+    return table_of(rows, columns, heading="step", width=44, name_of=lambda row: units[id(row)])
 
 
 def main(argv: Sequence[str] | None = None) -> Path | None:
-    parser = timing_arguments("paired", __doc__, shapes="", rounds=7, ms=100)
+    parser = command("paired", __doc__, shapes="", dtype="bfloat16", rounds=7, ms=100.0, seed=1)
     parser.add_argument("--against", type=Path, help="another checkout, or sources of a commit without their .git")
     parser.add_argument("--against-commit", help="its commit, where it has no .git")
     parser.add_argument("--modes", default="log_probs,fwd_bwd")

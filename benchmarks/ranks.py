@@ -1,40 +1,23 @@
-"""For benchmarks with several ranks: options, process group, and timing of steps against each other."""
+"""For benchmarks with several ranks: process group, and timing of steps against each other."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import REPOSITORY, Environment, environment
-from benchmarks.shapes import Shape, parse_shapes
-
-VOCABULARY_SHAPES = (Shape(16384, 4096, 128256), Shape(16384, 8192, 256000))
-TOY_SHAPES = (Shape(48, 32, 517),)
+from benchmarks.report import reason_of
+from benchmarks.timing import synchronize
 
 # NVLink multicast, which NCCL uses where it can, needs the whole NVLink fabric of the host.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-
-
-def common_parser(description: str, *, rounds: int, ms: float) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--shapes", help="NxDxV,...; the ranks divide N")
-    made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument("--ms", type=float, default=ms, help="of steady work a round and step")
-    made.add_argument("--out", type=Path, help="directory of the CSV files")
-    made.add_argument("--commit")
-    return made
 
 
 @contextmanager
@@ -63,18 +46,14 @@ class Clock:
         self.device, self.rounds, self.ms = device, rounds, ms
         self.shuffle = random.Random(0)  # the same order on all ranks, because the steps contain collectives
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def seconds(self, step: Callable[[], object], calls: int) -> float:
         """Seconds of a call on the slowest rank."""
         dist.barrier()
-        self.synchronize()
+        synchronize(self.device)
         started = time.perf_counter()
         for _ in range(calls):
             step()
-        self.synchronize()
+        synchronize(self.device)
         return self.largest((time.perf_counter() - started) / calls)
 
     def largest(self, value: float) -> float:
@@ -108,10 +87,9 @@ def guarded(run: Callable[[], object], clock: Clock) -> tuple[str | None, float 
     reason = ""
     try:
         run()
-        clock.synchronize()
+        synchronize(clock.device)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
-        lines = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0][:160]}"
+        reason = reason_of(error)
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     failed = [text for text in reasons if text]
@@ -125,22 +103,3 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-class Setting(NamedTuple):
-    """What follows from the options and the machine."""
-
-    found: Environment
-    dtype: torch.dtype
-    clock: Clock
-    out: Path
-    shapes: Sequence[Shape]
-
-
-def setting_of(options: argparse.Namespace, device: torch.device) -> Setting:
-    found = environment(device, options.commit)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    clock = Clock(device, rounds=1 if options.toy else options.rounds, ms=20 if options.toy else options.ms)
-    out = options.out or REPOSITORY / "benchmarks" / "results" / found.slug
-    default = TOY_SHAPES if options.toy else VOCABULARY_SHAPES
-    return Setting(found, dtype, clock, out, parse_shapes(options.shapes) if options.shapes else default)

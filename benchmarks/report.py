@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .providers.unavailable import Unavailable
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -133,41 +135,17 @@ def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-COLUMNS = (  # (heading, width, cell)
-    ("provider", -17, lambda row: row.provider),
-    ("ms", 9, lambda row: _cell(row.ms, ".2f")),
-    ("x floor", 9, lambda row: _cell(row.x_floor, ".3f")),
-    ("+-", 7, lambda row: _cell(row.spread, ".1%")),
-    ("TFLOP/s", 9, lambda row: _cell(row.tflops, ".0f" if (row.tflops or 0) >= 10 else ".3f")),
-    ("MiB", 8, lambda row: _cell(row.peak_MiB, ".0f" if (row.peak_MiB or 0) >= 100 else ".2f")),
-    ("beyond", 8, lambda row: _cell(row.beyond_gradients_MiB, ".0f" if (row.peak_MiB or 0) >= 100 else ".2f")),
-    ("err loss", 9, lambda row: _cell(row.err_loss, ".1e")),
-    ("err dX", 8, lambda row: _cell(row.err_dx, ".1e")),
-    ("err dW", 8, lambda row: _cell(row.err_dw, ".1e")),
-    ("first s", 8, lambda row: _cell(row.first_call_s, ".2f")),
-)
+def reason_of(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"[:200]
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _line(cells: Iterable[str]) -> str:
-    widths = (width for _, width, _ in COLUMNS)
-    return "".join(c.ljust(-w) if w < 0 else c.rjust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
-
-
-def table(rows: list[Row]) -> str:
-    """The fastest first; then the missing providers, grouped by reason."""
-    lines = [_line(heading for heading, _, _ in COLUMNS)]
-    timed = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms)
-    lines += ["  ".join(filter(None, (_line(cell(row) for _, _, cell in COLUMNS), row.reason))) for row in timed]
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.ms is None:
-            reasons.setdefault(row.reason, []).append(row.provider)
-    lines += [f"without {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return "\n".join(lines)
+def _cell(value: object, form: str) -> str:
+    return "" if value is None else format(value, form) if form else str(value)
 
 
 Column = tuple[str, int, str]  # a row's attribute, which is the heading, too; the width; the format
@@ -177,10 +155,30 @@ def table_of(
     rows: Iterable[Any], columns: Sequence[Column], *, heading: str, width: int, name_of: Callable[[Any], str]
 ) -> str:
     """A line for each row: its name, the columns, and the reason why a number is missing."""
+    columns = [(column, max(wide, len(column) + 1), form) for column, wide, form in columns]
     lines = [heading.ljust(width) + "".join(column.rjust(wide) for column, wide, _ in columns)]
     for row in rows:
         cells = "".join(_cell(getattr(row, column), form).rjust(wide) for column, wide, form in columns)
-        lines.append(f"{name_of(row).ljust(width)}{cells}  {row.reason}".rstrip())
+        lines.append(f"{name_of(row).ljust(width)}{cells}  {getattr(row, 'reason', '')}".rstrip())
+    return "\n".join(lines)
+
+
+COLUMNS = [
+    *(("ms", 9, ".2f"), ("x_floor", 9, ".3f"), ("spread", 8, ".1%"), ("tflops", 8, ".3g"), ("peak_MiB", 10, ".5g")),
+    *(("beyond_gradients_MiB", 22, ".5g"), ("err_loss", 10, ".1e"), ("err_dx", 8, ".1e"), ("err_dw", 8, ".1e")),
+    ("first_call_s", 14, ".2f"),
+]
+
+
+def table(rows: list[Row]) -> str:
+    """The fastest first; then the missing providers, grouped by reason."""
+    timed = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms)
+    lines = [table_of(timed, COLUMNS, heading="provider", width=22, name_of=lambda row: row.provider)]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.ms is None:
+            reasons.setdefault(row.reason, []).append(row.provider)
+    lines += [f"without {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return "\n".join(lines)
 
 

@@ -6,18 +6,18 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import providers
-from .data import IGNORED, PRIORS, SIGMA, TRAINED, Problem, load_problem, make_problem
+from .data import IGNORED, PRIORS, SIGMA, Problem, load_problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
-from .report import Environment, Row, say, table
+from .report import Environment, Row, reason_of, say, table
 from .shapes import Shape
-from .timing import Timing, launch_to_return, time_steps
+from .timing import Timing, launch_to_return, synchronize, time_steps
 
 # Errors above these mean a wrong result. The row says so, and the provider is timed all the same.
 WRONG = {"loss": 1e-2, "dx": 5e-2, "dw": 5e-2}
@@ -38,14 +38,11 @@ class Settings(NamedTuple):
     trained: Path | None = None  # a file with the operands
 
 
-class LostDevice(RuntimeError):
-    """A provider has made the CUDA context unusable, so nothing more can run in this process."""
-
-    def __init__(self, provider: str, rows: list[Row]):
-        super().__init__(f"{provider} left the GPU unusable")
-        self.provider = provider
-        self.row = next(row for row in rows if row.provider == provider)
-        self.row.reason = f"left the GPU unusable. {self.row.reason}".strip()
+def problem_of(shape: Shape, settings: Settings) -> Problem:
+    same = {"dtype": settings.dtype, "device": settings.device, "seed": settings.seed, "ignored": settings.ignored}
+    if settings.trained:
+        return load_problem(settings.trained, **same)
+    return make_problem(shape, prior=settings.prior, sigma=settings.sigma, **same)
 
 
 def measure(
@@ -60,13 +57,8 @@ def measure(
     device = settings.device
     gc.collect()
     gc.freeze()  # otherwise each of the collections below takes a quarter of a second for objects of the libraries
-    data: dict[str, Any] = {"seed": settings.seed, "ignored": settings.ignored}
-    if settings.trained:
-        problem = load_problem(settings.trained, dtype=settings.dtype, device=device, **data)
-        data["prior"] = TRAINED
-    else:
-        data["prior"] = settings.prior
-        problem = make_problem(shape, dtype=settings.dtype, device=device, sigma=settings.sigma, **data)
+    data = {"seed": settings.seed, "ignored": settings.ignored, "prior": settings.prior}
+    problem = problem_of(shape, settings)
     valid = int(problem.valid.sum())
     prepare(problem, mode)
     reference = make_reference(problem, mode)
@@ -87,8 +79,6 @@ def measure(
         except Exception as error:
             row.reason = reason_of(error)
         tidy(problem)
-        if not _device_is_alive(device):
-            raise LostDevice(name, list(rows.values()))
     del reference
     say()
 
@@ -96,8 +86,6 @@ def measure(
         rows[name].reason = reason_of(error)
         del steps[name]
         tidy(problem)
-        if not _device_is_alive(device):
-            raise LostDevice(name, list(rows.values()))
 
     # A copy of the dictionary, because failed() removes entries, and a failed step must not keep its memory.
     timings = time_steps(
@@ -139,7 +127,7 @@ def set_up(name: str, problem: Problem, mode: Mode, reference: Reference, row: R
 
     start = time.perf_counter()
     loss = step()
-    _synchronize(device)
+    synchronize(device)
     row.first_call_s = time.perf_counter() - start
     if name != "floor":
         errors = errors_of(loss, problem, reference)
@@ -183,29 +171,7 @@ def _mean_loss(reference: Reference) -> float:
     return float(reference.loss.sum().abs() / (reference.loss != 0).sum())
 
 
-def reason_of(error: Exception) -> str:
-    if isinstance(error, providers.Unavailable):
-        return str(error)
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return "out of memory"
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line}"[:200]
-
-
 def tidy(problem: Problem) -> None:
     """Frees what the last provider left: its gradients, and the frames that a traceback may hold."""
     problem.clear_gradients()
     gc.collect()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _device_is_alive(device: torch.device) -> bool:
-    try:
-        _synchronize(device)
-    except RuntimeError:
-        return False
-    return True

@@ -24,36 +24,23 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
         Shape(16384, 2048, 128256),  # Llama 3.2 1B
         Shape(16384, 896, 151936),  # Qwen 2.5 0.5B
     ),
-    "more": (
-        Shape(16384, 4096, 128256),
-        Shape(8192, 5120, 151936),  # Qwen 2.5 14B / 32B
-        Shape(4096, 8192, 128256),  # Llama 3 70B
-    ),
     "sweep_n": tuple(Shape(n, 4096, 128256) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
     "sweep_v": tuple(Shape(8192, 4096, v) for v in (32000, 64000, 102400, 128256, 151936, 201088, 256000)),
     "sweep_d": tuple(Shape(8192, d, 128256) for d in (512, 1024, 2048, 3072, 4096, 6144, 8192)),
-    "odd": (  # sizes that no multiple of 8 divides, each beside the size one would pad it to
-        Shape(12288, 1536, 50257),  # GPT-2's vocabulary
-        Shape(12288, 1536, 50304),
-        Shape(20000, 1024, 32001),  # Llama 2 with one added token
-        Shape(20000, 1024, 32064),
-        Shape(4096, 4096, 151669),  # Qwen 2.5's tokens, without the padding of its head
-        Shape(4096, 4096, 151680),
-        Shape(8192, 2052, 32000),  # rows of D 16-bit numbers do not start on 16 bytes: no tensor maps
-        Shape(8192, 2064, 32000),
+    "odd": (  # pairs: a size that no multiple of 8 or 16 divides, and the one that one would pad it to
+        *(Shape(12288, 1536, v) for v in (50257, 50304)),  # GPT-2's vocabulary
+        *(Shape(20000, 1024, v) for v in (32001, 32064)),  # Llama 2 with one added token
+        *(Shape(4096, 4096, v) for v in (151669, 151680)),  # Qwen 2.5's tokens, without the padding of its head
+        *(Shape(8192, d, 32000) for d in (2052, 2064)),  # rows do not start on 16 bytes: no tensor maps
     ),
+    "narrow": (Shape(16384, 512, 128256), Shape(16384, 512, 32000), Shape(65536, 512, 32000)),
+    "masked": (Shape(8192, 4096, 128256), Shape(16384, 2048, 128256)),  # for --ignored
     "small": (  # few tokens, or a small head: the host's launches matter
         *(Shape(n, 4096, 151936) for n in (128, 256, 1024, 2048)),
         *(Shape(n, 2048, 128256) for n in (128, 256, 1024, 2048)),
         *(Shape(n, 512, 32000) for n in (128, 256, 1024, 2048)),
         Shape(256, 4096, 128256),
     ),
-    "narrow": (  # D = 512: the GEMMs are short, so elementwise work on logits matters; sweep_d has 8192x512x128256
-        Shape(16384, 512, 128256),
-        Shape(16384, 512, 32000),
-        Shape(65536, 512, 32000),
-    ),
-    "masked": (Shape(8192, 4096, 128256), Shape(16384, 2048, 128256)),  # for --ignored
     "ragged": (Shape(4095, 4096, 128259), Shape(1021, 2056, 50257)),  # no tile divides any size
     "toy": (Shape(64, 32, 501), Shape(252, 123, 507)),  # seconds on a CPU
 }

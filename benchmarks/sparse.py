@@ -21,20 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from . import providers, run
 from .__main__ import trained
-from .data import PRIORS, Problem, load_problem, make_problem, shape_of
-from .entries import entries_kept
+from .command import command, place, report_of
+from .data import PRIORS, TRAINED, shape_of
 from .modes import MODES
-from .report import REPOSITORY, Report, Row, environment, say
+from .report import Row, say
 from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
 
 SHAPES = "8192x4096x128256,8192x1024x50304"
 NOISE = (1.75, 6.0, 16.0)  # for losses of about 6.6, 2.0 and 0.5
 FLAT = 1.0
-PROVIDERS = "floor,ours,ours_sparse_*,ours_drop_12,ours_tiles_*,torch_compile,cce,cce_kahan_full_c"
+PROVIDERS = "floor,ours,ours_sparse_*,ours_drop_12,torch_compile,cce,cce_kahan_full_c"
 SAMPLE = 512  # tokens whose entries are counted
 
 
@@ -45,25 +46,24 @@ class SparseRow(Row):
     entries_12: float | None = None
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.sparse", description=__doc__)
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--data", type=trained, action="append", default=[], help="trained:PATH, measured first")
-    parser.add_argument("--providers", default=PROVIDERS)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ms", type=float, default=150, help="of each provider a round")
-    parser.add_argument("--budget-s", type=float, default=140)
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--commit", default=None)
-    return parser.parse_args(argv)
+@torch.no_grad()
+def entries_kept(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    target: Tensor,  # (n,)
+    threshold: float,
+) -> float:
+    """How many entries of a row of G = softmax - onehot an unbiased sparse gradient keeps: the mean over rows and draws
+    of sum_j min(|G_ij| / threshold, 1). Holds all (n, V) logits at once.
+    """
+    gradient = (input @ linear_weight.T).float().softmax(1)
+    gradient[torch.arange(len(target), device=target.device), target] -= 1.0
+    return float((gradient.abs_() / threshold).clamp_(max=1.0).sum(1).mean())
 
 
 def problems(options: argparse.Namespace) -> list[tuple[Shape, dict]]:
     """The shapes and the data's settings, the most common ones first, in case the time runs out."""
-    found: list[tuple[Shape, dict]] = [(shape_of(path), {"trained": path}) for path in options.data]
+    found: list[tuple[Shape, dict]] = [(shape_of(path), {"trained": path, "prior": TRAINED}) for path in options.data]
     shapes = parse_shapes(options.shapes)
     for prior in (PRIORS[1], PRIORS[0]):
         found += [(shape, {"prior": prior, "sigma": sigma}) for sigma in NOISE for shape in shapes]
@@ -72,12 +72,14 @@ def problems(options: argparse.Namespace) -> list[tuple[Shape, dict]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    options = parse(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    defaults = {"shapes": SHAPES, "providers": PROVIDERS, "rounds": 2, "ms": 150.0, "dtype": "bfloat16"}
+    parser = command("sparse", __doc__, **defaults)
+    parser.add_argument("--data", type=trained, action="append", default=[], help="trained:PATH, measured first")
+    parser.add_argument("--budget-s", type=float, default=140)
+    parser.add_argument("--seed", type=int, default=None, help="of the data; fresh when not given")
+    options = parser.parse_args(argv)
     one_compilation_per_shape()
-    here = environment(device, options.commit)
-    report = Report(options.out / here.slug / "sparse.csv")
-    started = time.time()
+    (device, here), report, started = place(options), report_of("sparse", options), time.time()
 
     def spent() -> float:
         return time.time() - started
@@ -89,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         dtype = getattr(torch, options.dtype)
         settings = run.Settings(device, dtype, options.rounds, options.ms, seed, **data)
-        say(f"\n{spent():.0f} s: {shape} {data.get('prior', 'trained')}", end=", ")
+        say(f"\n{spent():.0f} s: {shape} {data['prior']}", end=", ")
         rows = run.measure(
             shape,
             MODES["fwd_bwd"],
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             here,
             out_of_time=lambda: spent() > options.budget_s,
         )
-        problem = made_again(shape, settings)
+        problem = run.problem_of(shape, settings)
         some = problem.valid.nonzero()[:SAMPLE, 0]
         sample = problem.input.detach()[some], problem.linear_weight.detach(), problem.target[some]
         entries = [entries_kept(*sample, 2.0**exponent) for exponent in (-10, -12)]
@@ -106,13 +108,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         report.add([SparseRow(**row.__dict__, entries_10=entries[0], entries_12=entries[1]) for row in rows])
     say(f"\n{len(report.rows)} rows in {spent():.0f} s -> {report.path}")
     return report.path
-
-
-def made_again(shape: Shape, settings: run.Settings) -> Problem:
-    same = {"dtype": settings.dtype, "device": settings.device, "seed": settings.seed, "ignored": settings.ignored}
-    if settings.trained:
-        return load_problem(settings.trained, **same)
-    return make_problem(shape, prior=settings.prior, sigma=settings.sigma, **same)
 
 
 if __name__ == "__main__":

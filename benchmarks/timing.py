@@ -23,6 +23,11 @@ MAX_CALLS = 2000  # the most calls in a round, which bounds the number of CUDA e
 CALLS_AHEAD = 60  # a stream can hold 1024 launches that have not begun
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 class Timing(NamedTuple):
     ms: float  # median over all calls that are kept
     spread: float  # (slowest - fastest round) / median: smaller differences between two providers are noise

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.training_plot CSV`: a PNG from what `python -m benchmarks.training` wrote, and from nothing
-else.
+"""The figure of what `python -m benchmarks.training` wrote, for benchmarks.docs_figures.
 
 Left: the training loss, one line for each run. Middle: its difference from the exact run of the same seed, which has
 the same batches, one line for each setting: the mean over seeds and over 100 steps. Right: the same for held-out losses
@@ -9,23 +8,16 @@ mean.
 
 from __future__ import annotations
 
-import argparse
-import csv
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from .plot import OTHERS, OURS
-from .tables.training import EXACT, LABELS
+from .tables.markdown import rows_of
+from .tables.training import EXACT, LABELS, above_exact
 
 COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
 SMOOTH = 5  # points
 LOSSES = {"held_out_loss": "all tokens", "rare_loss": "rarest 10 %", "rarest_loss": "rarest 1 %"}
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def draw(plt, path: Path):
@@ -64,44 +56,16 @@ def draw(plt, path: Path):
 
     others = [name for name in settings if name != EXACT]
     for i, column in enumerate(LOSSES):
-        exact = {row["seed"]: float(row[column]) for row in runs if row["setting"] == EXACT}
-        mean = fmean(exact.values())
-        spread = [value - mean for value in exact.values()]
-        ends.bar(i, max(spread) - min(spread), 0.9, min(spread), color="#dddddd", zorder=0)
+        exact = [float(row[column]) for row in runs if row["setting"] == EXACT]
+        ends.bar(i, max(exact) - min(exact), 0.9, min(exact) - fmean(exact), color="#dddddd", zorder=0)
         for j, name in enumerate(others):
-            above = [
-                float(row[column]) - exact[row["seed"]]
-                for row in runs
-                if row["setting"] == name and row["seed"] in exact
-            ]
+            above = above_exact(runs, name, column)
             x = i + (j - (len(others) - 1) / 2) * 0.8 / len(others)
             ends.plot([x] * len(above), above, "o", markersize=5, color=COLOURS[name])
     ends.axhline(0, color="black", linewidth=0.8)
     ends.set_xticks(range(len(LOSSES)), LOSSES.values())
     ends.set_ylabel("held-out loss above the exact run's")
     ends.grid(alpha=0.25, axis="y")
-    first = runs[0]
-    figure.suptitle(
-        f"{int(first['parameters']) / 1e6:.0f}M parameters, D = {first['D']}, V = {first['V']},"
-        f" {first['steps']} steps of {first['step_tokens']} tokens; {first['gpu']}, {first['commit']}",
-        fontsize=9,
-    )
+    said = "{:.0f}M parameters, D = {D}, V = {V}, {steps} steps of {step_tokens} tokens; {gpu}, {commit}"
+    figure.suptitle(said.format(int(runs[0]["parameters"]) / 1e6, **runs[0]), fontsize=9)
     return figure
-
-
-def main(argv: Sequence[str] | None = None) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    parser = argparse.ArgumentParser("python -m benchmarks.training_plot", description=__doc__)
-    parser.add_argument("csv", type=Path)
-    path = parser.parse_args(argv).csv
-    written = path.with_suffix(".png")
-    draw(plt, path).savefig(written, dpi=140)
-    return written
-
-
-if __name__ == "__main__":
-    print(main())

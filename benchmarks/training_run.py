@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 
 import flce_ops
 
-from .entries import entries_kept
 from .llama import Llama, LlamaSize
+from .sparse import entries_kept
 from .trained import operands, train, windows, write
 
 SETTINGS: dict[str, dict[str, object]] = {  # options of linear_cross_entropy
@@ -40,7 +39,6 @@ SETTINGS: dict[str, dict[str, object]] = {  # options of linear_cross_entropy
     "drop_12": {"gradient_threshold": 2.0**-12, "gradient_mode": "drop"},
 }
 RARE, RAREST = 0.1, 0.01  # shares of the training tokens
-COUNTS = (0, 10, 100, 1000, 10_000, 100_000)  # occurrences in the training text at which groups of classes begin
 THRESHOLDS = (-8, -10, -12)
 COUNTED_ROWS = 1024  # held-out tokens whose kept entries are counted
 
@@ -67,25 +65,13 @@ class Trainee(nn.Module):
         return flce_ops.linear_cross_entropy(input, linear_weight, target, **options)
 
 
-class Rarity(NamedTuple):
-    """Classes by how often they occur in the training text."""
-
-    counts: Tensor  # (V,) int64
-    rare: Tensor  # (V,) bool
-    rarest: Tensor
-
-    def groups(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields the smallest count of each group, and the classes of the group, (V,) bool."""
-        for least, above in zip(COUNTS, (*COUNTS[1:], torch.inf), strict=True):
-            yield least, (self.counts >= least) & (self.counts < above)
-
-
-def rarity_of(tokens: Tensor, vocabulary: int) -> Rarity:
+def rarity_of(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:  # (V,) bool, twice
+    """Rare and rarest classes, by how often they occur in the training text."""
     counts = torch.bincount(tokens, minlength=vocabulary)
     ordered, classes = counts.sort(stable=True)
     # share of the tokens up to and including the class
     share = (ordered.cumsum(0) / tokens.shape[0])[classes.argsort()]
-    return Rarity(counts, share <= RARE, share <= RAREST)
+    return share <= RARE, share <= RAREST
 
 
 @torch.no_grad()
@@ -121,15 +107,15 @@ class Run(NamedTuple):
     operand_rows: int
 
 
-def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict], None]) -> None:
-    """Sends a point of the curve every LOGGED steps, then the results of the run."""
+def run(chosen: Run, device: torch.device, seconds: float) -> tuple[list[dict], dict]:
+    """Returns a point of the curve for every LOGGED steps, and the results of the run."""
     from safetensors.torch import load_file
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     size = chosen.size
     tokens = load_file(chosen.tokens, device=str(device))
-    rarity = rarity_of(tokens["training"], size.vocab)
+    rare, rarest = rarity_of(tokens["training"], size.vocab)
     torch.manual_seed(chosen.seed)
     model = Llama(size, fused_head=True).to(device)
     if chosen.compile:
@@ -140,8 +126,8 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
         losses, targets = held_out_losses(model, tokens["held_out"], size, chosen.held_out)
         return {
             "held_out_loss": losses.mean().item(),
-            "rare_loss": mean_of(losses, rarity.rare[targets]),
-            "rarest_loss": mean_of(losses, rarity.rarest[targets]),
+            "rare_loss": mean_of(losses, rare[targets]),
+            "rarest_loss": mean_of(losses, rarest[targets]),
         }
 
     def entries() -> dict[str, float]:
@@ -155,7 +141,7 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
             write(path, found, setting=chosen.setting, seed=chosen.seed, **facts)
 
     keep_operands("initial")
-    send({"step": 0} | losses_by_rarity() | entries())
+    points = [{"step": 0} | losses_by_rarity() | entries()]
     times: list[float] = []  # seconds of each step
     at, since = 0, time.perf_counter()
 
@@ -163,7 +149,7 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
         nonlocal at, since
         times.append((time.perf_counter() - since) / (step - at))
         evaluated = losses_by_rarity() | entries() if step % chosen.evaluate == 0 or step == chosen.steps else {}
-        send({"step": step, "loss": loss} | evaluated)
+        points.append({"step": step, "loss": loss} | evaluated)
         at, since = step, time.perf_counter()
 
     draws = torch.tensor(chosen.seed << 32, device=device)
@@ -179,22 +165,6 @@ def run(chosen: Run, device: torch.device, seconds: float, send: Callable[[dict]
         log=log,
     )
     keep_operands("trained", steps=steps)
-    losses, targets = held_out_losses(model, tokens["held_out"], size, chosen.held_out)
-    send(
-        {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "steps": steps,
-            "step_ms": 1e3 * statistics.median(times),
-            "loss": loss,
-            "groups": [
-                {
-                    "least_count": least,
-                    "classes": int(classes.sum()),
-                    "tokens": int(classes[targets].sum()),
-                    "held_out_loss": mean_of(losses, classes[targets]),
-                }
-                for least, classes in rarity.groups()
-            ],
-        }
-        | losses_by_rarity()
-    )
+    end = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "steps": steps, "loss": loss}
+    end |= {"step_ms": 1e3 * statistics.median(times)}
+    return points, end | losses_by_rarity()

@@ -103,9 +103,6 @@ class VocabularyProblem:
             loss.backward()
         return loss.detach()
 
-    def gradient_norm(self, input: DTensor) -> float:
-        return input.grad.full_tensor().float().norm().item()
-
     def gemms(self) -> dict[str, Callable[[], object]]:
         """The three GEMMs of one rank, on full-size operands."""
         x, w = self.input.to_local().detach(), self.weight.to_local().detach()
@@ -144,17 +141,16 @@ def vocabulary_rows(
     rows = {}
     for name, step in problem.steps().items():
         rows[name] = row = VocabularyRow(**setting, provider=name)
-        failure, peak = guarded(lambda step=step: (step(), step())[-1], clock)
+        failure, row.peak_MiB = guarded(lambda step=step: (step(), step())[-1], clock)
         if failure is not None:
             row.reason = failure
             problem.clear()
             release(clock.device)
             continue
-        row.peak_MiB = peak
         loss = step()
         row.loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
         used = problem.input if problem.input.grad is not None else problem.input_shard
-        row.grad_norm = problem.gradient_norm(used)
+        row.grad_norm = used.grad.full_tensor().float().norm().item()
         problem.clear()
         release(clock.device)
     gemm = {}

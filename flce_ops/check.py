@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Function, Function]] = {  # (ours, plain): functions from
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m flce_ops.check", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda:1, cpu, ...")
-    device = torch.device(parser.parse_args(argv).device)
+    device = device_of(parser, parser.parse_args(argv).device)
     print(surroundings(device), "\n\n| | flce_ops | PyTorch | as promised | path |\n|---|---|---|---|---|", sep="")
     lines = []
     torch.manual_seed(0)
@@ -100,6 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     worse = sum(not line.promised for line in lines)
     print(f"\n{worse} of {len(lines)} lines are worse than promised" if worse else "\nall as promised")
     return 1 if worse else 0
+
+
+def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    """The device, if torch can use it here."""
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        reason = f"torch {torch.__version__} sees no GPU here; install a CUDA build of torch, or pass --device cpu"
+    parser.error(f"--device {name}: {reason}")
 
 
 def shown(lines: list[Line]) -> list[Line]:

@@ -1,7 +1,6 @@
 """Devices, seeds, threads and compiler caches of the whole suite. The folders follow the axes of the package:
 
-    sources/        where logits come from: a head and its operands in every kind, dtype and layout, a low-rank pair,
-                    given logits
+    sources/        where logits come from: a head and its operands in every kind, dtype and layout, given logits
     objectives/     what is computed from a row: losses, log-probabilities, divergences, policies, metrics, and the
                     product of all options
     sinks/          where gradients go: grad_output, main_grad, sparse gradients, second derivatives, saved logits,
@@ -12,11 +11,9 @@
                     names
     integrations/   other libraries: Transformers, PEFT, TRL, torchtitan, Megatron, Lightning, and the documents'
                     recipes
-    package/        the repository itself: layers, maps, promises, documents, packaging, paths, the planner, benchmarks,
-                    the fuzzer
+    package/        the repository itself: layers, signatures, pages, packaging, paths, the planner, the fuzzer
 
-fuzz/ is the fuzzer, mutation/ plants faults and asks which tests fail, digest.py compares the results of two commits.
-What several folders use lies beside them.
+fuzz/ is the fuzzer. What several folders use lies beside the folders.
 """
 
 import gc
@@ -55,6 +52,7 @@ torch._functorch.config.enable_autograd_cache = False
 
 if not torch.cuda.is_available():
     interpreter.remember_what_is_patched()
+    interpreter.demand_boolean_masks()
 
 # Every run draws the same inputs: whether a change passes does not depend on the draw. `make nightly` sets another seed
 # each night. The seed is in the environment, so that xdist's workers and the tests' own processes use the same one.

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatch
 from importlib import metadata
 
+import torch
+
 from ..data import Problem
-from ..modes import Mode, Step
+from ..modes import Mode, Step, step_of
 from .unavailable import Unavailable
 
 # name -> file, in the order of setup: if time runs out, the last ones are missing.
@@ -26,19 +29,17 @@ FILES = {
     "ours_2GiB": "ours",
     "ours_retained": "ours",
     "ours_128MiB": "ours",
-    "ours_64MiB": "ours",
     "ours_6MiB": "ours",
-    "ours_recompute": "ours",
     "ours_compacted": "ours",
     "ours_sparse_10": "ours",
     "ours_sparse_11": "ours",
     "ours_sparse_12": "ours",
     "ours_drop_12": "ours",
-    "ours_sparse_10_by_mean": "ours",
-    "ours_sparse_12_by_mean": "ours",
     "torch_compile": "torch_dense",
     "torch_eager": "torch_dense",
+    "torch_function": "torch_dense",
     "torch_chunked": "torch_chunked",
+    "torch_chunked_accurate": "torch_chunked",
     "liger": "liger",
     "liger_fp32": "liger",
     "quack_chunked": "quack",
@@ -49,8 +50,6 @@ FILES = {
     "trl": "trl",
     "verl": "verl",
     "liger_cutedsl": "liger",
-    "liger_cutedsl_scaled": "liger",
-    "liger_cutile": "liger",
     "quack_autotuned": "quack",  # last: its first call takes minutes
 }
 _OURS, _OURS_AND_TORCH = ("floor", "ours"), ("floor", "ours", "torch_dense")
@@ -60,6 +59,7 @@ HAVE = {  # for modes that not all files have: the mode, or the first word of it
     "smoothing": _OURS_AND_TORCH,
     "softcap": _OURS_AND_TORCH,
     "kl": (*_OURS_AND_TORCH, "liger"),
+    "invariant": _OURS,
     "metric": _OURS,
     "metrics": _OURS,
 }
@@ -87,16 +87,30 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
     return _module(name).provide(name, problem, mode)
 
 
+def stepping(name: str, mode: Mode, *, dynamic: bool | None = None) -> Callable[[Problem], Step]:
+    """Steps for problems of many sizes. torch.compile has one function for all of them, as users have it."""
+    if name != "torch_compile":
+        return lambda problem: provide(name, problem, mode)
+    dense = _module(name)
+    loss = torch.compile(
+        dense.dense_log_probs if mode.reduction == "log_probs" else dense.dense_loss, dynamic=dynamic, fullgraph=True
+    )
+    return lambda problem: step_of(loss, problem, mode)
+
+
 def version(name: str) -> str:
-    library = _module(name).VERSION_OF
+    return version_of(_module(name).VERSION_OF)
+
+
+def version_of(library: str) -> str:
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:  # can be imported, but pip did not install it
-        return getattr(sys.modules.get(library), "__version__", "")
+        return getattr(sys.modules.get(library), "__version__", "").partition("+")[0]
 
 
 def _module(name: str):
     return importlib.import_module(f".{FILES[name]}", __name__)
 
 
-__all__ = ["FILES", "QUICK_LEAVES_OUT", "Unavailable", "choose", "provide", "version"]
+__all__ = ["FILES", "QUICK_LEAVES_OUT", "Unavailable", "choose", "provide", "stepping", "version", "version_of"]

@@ -3,8 +3,6 @@
 liger                  Triton; gradients made in forward, one chunk of rows at a time, dW in the weight's dtype
 liger_fp32             the same with accum_dtype=torch.float32
 liger_cutedsl          CuTe DSL: holds all logits, overwrites them with the gradient; dX in each forward, dW in backward
-liger_cutedsl_scaled   CuTe DSL, losses per token: stores no logits, recomputes them in backward; the mean is outside
-liger_cutile           cuTile, holds all logits; projection and dX by torch.mm
 
 Each is imported from its own file, because liger_kernel.transformers needs the transformers library. LIGER_KERNEL_IMPL,
 which chooses among them, makes liger_kernel.ops take the Blackwell path of CuTe DSL on every GPU.
@@ -28,7 +26,6 @@ OPS = "liger_kernel.ops"
 NEEDS = {  # module: the distribution that installs it
     "cutlass": "nvidia-cutlass-dsl",
     "cuda.bindings": "cuda-python",
-    "cuda.tile": "cuda-tile[tileiras]",
 }
 
 
@@ -39,12 +36,11 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         return step_of(_divergence(problem, mode.kind), problem, mode)
     if name in ("liger", "liger_fp32"):
         return step_of(_triton(name, mode), problem, mode)
-    make_loss = {"liger_cutedsl": _cutedsl, "liger_cutedsl_scaled": _cutedsl_scaled, "liger_cutile": _cutile}[name]
     if problem.input.device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         raise Unavailable("needs a Hopper GPU")
     if problem.input.dtype != torch.bfloat16:
         raise Unavailable("bf16 only")
-    return step_of(make_loss(problem, mode), problem, mode)
+    return step_of(_cutedsl(problem, mode), problem, mode)
 
 
 def _triton(name: str, mode: Mode) -> Loss:
@@ -84,7 +80,9 @@ def _cutedsl(problem: Problem, mode: Mode) -> Loss:
         raise Unavailable("mean and sum only")
     if problem.shape.N % 128 or problem.shape.V % 256:
         raise Unavailable("N must be a multiple of 128, V of 256")
-    _need("cutlass", "cuda.bindings")
+    missing = [distribution for module, distribution in NEEDS.items() if find_spec(module.split(".")[0]) is None]
+    if missing:
+        raise Unavailable(f"needs {' and '.join(missing)}")
     function = importlib.import_module(f"{OPS}.cutedsl.ops.fused_linear_cross_entropy_sm90")
     fused = function.LigerFusedLinearCrossEntropySM90Function.apply
 
@@ -92,42 +90,3 @@ def _cutedsl(problem: Problem, mode: Mode) -> Loss:
         return fused(input, linear_weight, target, IGNORE_INDEX, reduction)
 
     return loss
-
-
-def _cutedsl_scaled(problem: Problem, mode: Mode) -> Loss:
-    _need("cutlass", "cuda.bindings")
-    function = importlib.import_module(f"{OPS}.cutedsl.ops.fused_scaled_cross_entropy_sm90")
-    fused = function.LigerFusedScaledCrossEntropySM90Function.apply
-
-    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        losses = fused(input, linear_weight, target, 1.0, IGNORE_INDEX)
-        return losses if reduction == "none" else losses.sum() / (target != IGNORE_INDEX).sum()
-
-    return loss
-
-
-def _cutile(problem: Problem, mode: Mode) -> Loss:
-    if mode.per_token:
-        raise Unavailable("mean and sum only")
-    _need("cuda.tile")
-    function = importlib.import_module(f"{OPS}.cutile.ops.fused_linear_cross_entropy")
-    fused = function.LigerFusedLinearCrossEntropyFunction.apply
-
-    def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        value, *_ = fused(input, linear_weight, target, None, None, IGNORE_INDEX, 0.0, 0.0, reduction)
-        return value
-
-    return loss
-
-
-def _need(*modules: str) -> None:
-    missing = [NEEDS[module] for module in modules if not _there(module)]
-    if missing:
-        raise Unavailable(f"needs {' and '.join(missing)}")
-
-
-def _there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # for the package that contains it
-        return False

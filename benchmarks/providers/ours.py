@@ -1,6 +1,4 @@
-"""flce_ops: eager, compiled, captured as a graph, with other budgets, recomputing in backward, on rows compacted by
-hand.
-"""
+"""flce_ops: eager, compiled, captured as a graph, with other budgets, on rows compacted by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..data import IGNORE_INDEX, Problem
+from ..data import Problem
 from ..kl_div import in_one_call as divergence_in_one_call
 from ..modes import MODES, Loss, Mode, Step, step_of
 from ..policy import in_one_call
@@ -22,30 +20,8 @@ SPARSE = {
     **{f"ours_sparse_{-exponent}": ("unbiased", exponent) for exponent in (-10, -11, -12)},
     "ours_drop_12": ("drop", -12),
 }
-BY_MEAN = "_by_mean"  # suffix of a name in SPARSE: with gradient_class_order
-MEAN_OF_TOKENS = 1024
 RETAINED = 4 << 30  # bytes, enough for the logits of all tokens of these shapes
-WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_64MiB": 64, "ours_6MiB": 6}
-
-
-def _recomputing(loss: Loss, mode: Mode) -> Loss:
-    """The mean of per-token losses, or the losses themselves. Backward makes the gradients from recomputed logits."""
-    from flce_ops import workspace
-
-    def per_token(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        with workspace(retained=0):
-            losses = loss(input, linear_weight, target, reduction if mode.per_token else "none")
-        if mode.per_token or reduction == "none":
-            return losses
-        return losses.mean() if mode.kind else losses.sum() / (target != IGNORE_INDEX).sum()
-
-    return per_token
-
-
-def _order_by_mean(problem: Problem) -> Tensor:  # (V,)
-    """Classes ordered by their mean probability over some tokens, which training would know from earlier steps."""
-    x, w = problem.input.detach()[:MEAN_OF_TOKENS], problem.linear_weight.detach()
-    return (x @ w.T).float().softmax(1).mean(0).argsort(descending=True)
+WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_6MiB": 6}
 
 
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
@@ -53,11 +29,9 @@ def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:
 
     if not mode.backward or mode.per_token or mode.options or mode.kind or mode.name == "soft64":
         raise Unavailable("a sparse gradient is that of a scalar loss of class indices")
-    how, exponent = SPARSE[name.removesuffix(BY_MEAN)]
+    how, exponent = SPARSE[name]
     seed = torch.tensor(problem.seed, device=problem.input.device)
     sparse = {"gradient_threshold": 2.0**exponent, "gradient_mode": how, "gradient_seed": seed}
-    if name.endswith(BY_MEAN):
-        sparse["gradient_class_order"] = _order_by_mean(problem)
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor:
         return linear_cross_entropy(input, linear_weight, target, reduction=reduction, **sparse)
@@ -122,12 +96,12 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
 
     def loss(input: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
         if reduction == "log_probs":
-            found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True)
+            found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True, **mode.options)
             return found.log_probs, found.entropy
         result = flce_ops.linear_cross_entropy(input, linear_weight, target, reduction=reduction, **mode.options)
         return result[0] if "return_metrics" in mode.options else result
 
-    if name.removesuffix(BY_MEAN) in SPARSE:
+    if name in SPARSE:
         return _sparse_step(name, problem, mode)
     if mode.kind:
         loss = divergence_in_one_call(problem, mode.kind)
@@ -135,7 +109,7 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         if name == "ours_compacted":
             raise Unavailable("one class a token alone")
         loss = of_soft_targets(problem)
-    if mode.name == "policy" and name != "ours_recompute":  # the policy's formula on losses per token
+    if mode.name == "policy":  # the policy's formula on losses per token
         if name == "ours_compacted":
             raise Unavailable("one call for all tokens in this mode")
         loss, mode = in_one_call(problem), MODES["fwd_bwd"]
@@ -146,10 +120,6 @@ def provide(name: str, problem: Problem, mode: Mode) -> Step:
         return step_of(torch.compile(loss, dynamic=False, fullgraph=True), problem, mode)
     if name == "ours_captured":
         return _captured_step(step_of(loss, problem, mode), problem)
-    if name == "ours_recompute":
-        if not mode.backward:
-            raise Unavailable("not in this mode")
-        return step_of(_recomputing(loss, mode), problem, mode)
 
     if name == "ours_compacted":
         return _compacted_step(loss, problem, mode)

@@ -6,18 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..report import REPOSITORY
-from . import clients, float32_head, front, given_logits, objective_errors, objectives, sparse, steps, training
+from . import clients, front, objectives, steps, training
 
 TABLES: dict[str, Callable[[], str]] = {
-    **front.TABLES,
-    **steps.TABLES,
-    **objectives.TABLES,
-    **objective_errors.TABLES,
-    **float32_head.TABLES,
-    **given_logits.TABLES,
-    **clients.TABLES,
-    **sparse.TABLES,
-    **training.TABLES,
+    name: table for file in (front, steps, objectives, clients, training) for name, table in file.TABLES.items()
 }
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from .markdown import Rows, error, markdown, rows_of
 
 CLIENTS = {"trl": "TRL {}", "transformers": "Transformers, `model({}=...)`"}
-HEADS = {"own": "its own", "flce_ops": "`patch`", "flce_ops_retaining": "`patch`, all saved", "liger": "Liger's"}
+HEADS = {
+    "own": "its own",
+    "flce_ops": "`patch`",
+    "flce_ops_retaining": "`patch`, all saved",
+    "liger_loss_alone": "Liger, its loss alone",
+    "liger": "Liger, all of it",
+    "liger_kernels_flce_ops_loss": "Liger's kernels, `patch`",
+}
 
 
 def table(rows: Rows) -> str:

@@ -13,9 +13,11 @@ from .markdown import Rows, markdown, rows_of
 
 OTHERS = {  # provider of a CSV -> its name
     "torch_compile": "torch.compile",
+    "torch_chunked": "torch, chunked",
     "quack_chunked": "QuACK",
     "quack_scaled_exp": "QuACK",
     "liger": "Liger",
+    "liger_loss_alone": "Liger, its loss alone",
     "cce": "Apple CCE",
     "trl": "TRL",
     "verl": "verl",
@@ -64,6 +66,4 @@ def text(timed: Figures) -> str:
     return f"{ms:.1f} ms, {mib:,.0f} MiB"
 
 
-TABLES = {
-    "front": lambda: lines(rows_of("fwd_bwd"), rows_of("objectives"), rows_of("clients")),
-}
+TABLES = {"front": lambda: lines(rows_of("fwd_bwd"), rows_of("objectives"), rows_of("clients"))}

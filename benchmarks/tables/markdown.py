@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ..report import REPOSITORY
 
@@ -11,9 +12,9 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 Rows = Sequence[dict[str, str]]
 
 
-def rows_of(name: str, device: str = "nvidia-h200") -> list[dict[str, str]]:
-    """The rows of a committed CSV, by its name. Empty if the device has no such file."""
-    path = RESULTS / device / f"{name}.csv"
+def rows_of(name: str | Path, device: str = "nvidia-h200") -> list[dict[str, str]]:
+    """The rows of a committed CSV, by its name or path. Empty if there is no such file."""
+    path = name if isinstance(name, Path) else RESULTS / device / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -32,6 +33,15 @@ def error(value: float | str) -> str:
 def span(values: Sequence[float], form: Callable[[float], str]) -> str:
     """The smallest and the largest value. One value if both read the same; an empty text for no values."""
     return " to ".join(dict.fromkeys(form(end(values)) for end in (min, max))) if values else ""
+
+
+def measured_at(rows: Rows, names: dict[str, str]) -> str:
+    """The commits, and the versions of torch and of the providers that `names` has."""
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    versions = {
+        names[row["provider"]]: row["version"] for row in rows if row.get("version") and row["provider"] in names
+    }
+    return ", ".join([f"Commit {commits}", f"torch {rows[0]['torch']}", *map(" ".join, versions.items())]) + "."
 
 
 def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:

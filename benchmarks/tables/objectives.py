@@ -1,9 +1,9 @@
-"""Tables of the other objectives, from objectives.csv."""
+"""Tables of the other objectives, from objectives.csv and objective_errors.csv."""
 
 from __future__ import annotations
 
 from ..modes import KINDS, METRICS
-from .markdown import Rows, error, markdown, rows_of, shape_of, span
+from .markdown import Rows, error, markdown, measured_at, rows_of, shape_of, span
 
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
 Step = tuple[str, str, str]  # mode, provider, dtype
@@ -54,6 +54,7 @@ def costs(rows: Rows) -> str:
     return markdown(["time over the plain step's", *shapes], body)
 
 
+PEERS = {"liger": "Liger", "trl": "TRL", "verl": "verl"}
 TIMES = {  # mode: its name on the page, and its peers with their names
     "fwd_bwd": ("class indices", {}),
     "soft64": ("`target_weight`, K = 64", {}),
@@ -80,14 +81,8 @@ def times(rows: Rows) -> str:
             cells = {provider: figures(row, shortest) for provider, row in timed.items() if row}
             others = (f"{label} {cells[peer]}" for peer, label in peers.items() if peer in cells)
             body.append((name, cells.get("ours", ""), cells.get("torch_compile", ""), "; ".join(others)))
-    return f"{where(rows)}\n\n{markdown(['', 'flce_ops', 'torch.compile of the plain formula', 'others'], body)}"
-
-
-def where(rows: Rows) -> str:
-    names = {"liger": "Liger", "trl": "TRL", "verl": "verl"}
-    versions = {names[row["provider"]]: row["version"] for row in rows if row["provider"] in names and row["version"]}
-    (commit,) = {row["commit"] for row in rows}
-    return f"Commit {commit}, torch {rows[0]['torch']}, {', '.join(f'{name} {v}' for name, v in versions.items())}."
+    heading = ["", "flce_ops", "torch.compile of the plain formula", "others"]
+    return f"{measured_at(rows, PEERS)}\n\n{markdown(heading, body)}"
 
 
 def figures(row: dict[str, str], shortest: float) -> str:
@@ -116,8 +111,48 @@ def errors(rows: Rows) -> str:
     return markdown(["relative error", "flce_ops dX", "dW", "torch.compile dX", "dW"], body)
 
 
+DEVICES = {"nvidia-h200": "One H200", "amd-epyc": "A CPU"}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def errors_by_device() -> str:
+    """The tables of all devices, one GPU's first."""
+    by_name = {name: rows_of("objective_errors", device) for device, name in DEVICES.items()}
+    return "\n\n".join(
+        f"{name}, {where_errors(rows)}:\n\n{error_table(rows)}" for name, rows in by_name.items() if rows
+    )
+
+
+def where_errors(rows: Rows) -> str:
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    ranks = max(int(row["ranks"]) for row in rows)
+    sharded = f", sharded over {ranks}" * (ranks > 1)
+    return "{N}x{D}x{V}, torch {torch}{sharded}, commit {commits}".format(**rows[0], sharded=sharded, commits=commits)
+
+
+def error_table(rows: Rows) -> str:
+    """The largest error over the paths of a dtype: of gradients, and for metrics of the value."""
+    body = []
+    names = {row["objective"] for row in rows}
+    for name in sorted(names, key=lambda name: (name.startswith("`"), name)):  # metrics last
+        cells = []
+        for dtype in DTYPES:
+            of_dtype = [row for row in rows if (row["objective"], row["dtype"]) == (name, dtype)]
+            columns = ("dx", "dw") if of_dtype and of_dtype[0]["err_dx"] else ("value",)
+            cells += [largest(of_dtype, "err", columns), largest(of_dtype, "torch", columns)]
+        body.append((name, *cells))
+    return markdown(["", *(heading for dtype in DTYPES for heading in (dtype, "plain torch"))], body)
+
+
+def largest(rows: Rows, whose: str, columns: tuple[str, ...]) -> str:
+    if not rows:
+        return ""
+    return error(max(float(row[f"{whose}_{column}"]) for row in rows for column in columns))
+
+
 TABLES = {
     "objectives: times": lambda: times(rows_of("objectives")),
     "objectives: options": lambda: costs(rows_of("objectives")),
     "objectives: errors": lambda: errors(rows_of("objectives")),
+    "objective errors": errors_by_device,
 }

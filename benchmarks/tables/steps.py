@@ -1,18 +1,20 @@
-"""Tables of a training step by provider and shape, from fwd_bwd.csv, and of users' loads, from loads.csv."""
+"""Tables of a training step by provider and shape, from fwd_bwd.csv, of users' loads, from loads.csv, and of given
+logits, from cross_entropy.csv.
+"""
 
 from __future__ import annotations
 
 from .. import loads
 from ..shapes import GROUPS
-from .markdown import Rows, error, markdown, rows_of, shape_of, span
+from .markdown import Rows, error, markdown, measured_at, rows_of, shape_of, span
 
 NAMES = {
     "ours": "**flce_ops**",
     "ours_2GiB": "flce_ops, workspace 2 GiB",
     "ours_128MiB": "flce_ops, workspace 128 MiB",
-    "ours_64MiB": "flce_ops, workspace 64 MiB",
     "torch_compile": "torch.compile of the plain pair",
     "torch_eager": "the plain pair, eager",
+    "torch_chunked": "torch {}, chunked",
     "quack_chunked": "QuACK {} chunked",
     "quack_scaled_exp": "QuACK {} scaled-exp",
     "liger": "Liger {}",
@@ -29,7 +31,7 @@ def found(rows: Rows) -> dict[tuple[str, str], dict[str, str]]:
 def named(rows: Rows) -> dict[str, str]:
     """Provider -> its name with the library's version."""
     versions = {row["provider"]: row["version"] for row in rows if row["version"]}
-    return {provider: name.format(versions.get(provider, "")) for provider, name in NAMES.items()}
+    return {provider: name.format(versions[provider]) for provider, name in NAMES.items() if provider in versions}
 
 
 def times(rows: Rows) -> str:
@@ -56,35 +58,52 @@ def errors(rows: Rows) -> str:
     return markdown(["relative error, bf16", "dX", "dW"], body)
 
 
-CARDS = {"nvidia-h200": "H200", "nvidia-h100": "H100"}
-NO_PEER = ("floor", *loads.EVERY_OURS.split(","))
-
-
 def by_card() -> str:
     """One line for each load: this package's ms, its ms replayed from a CUDA graph, and the fastest other's, in bold if
     that is faster.
     """
-    times = {card: loads.Times(rows_of("loads", folder)) for folder, card in CARDS.items()}
+    h200, h100 = (loads.Times(rows_of("loads", folder)) for folder in ("nvidia-h200", "nvidia-h100"))
     body = []
-    for load in dict.fromkeys(key[:3] for key in times["H200"].rows):
-        cells = [cell for card in times.values() for cell in (ms_of(card, load, "ours"), fastest_other(card, load))]
-        cells.insert(1, ms_of(times["H200"], load, "ours_captured"))
-        body.append((loads.name_of(load), *cells))
+    for load in h200.loads:
+        cells = [h200.ms(load, "ours"), h200.ms(load, "ours_captured"), h200.fastest_other(load)]
+        body.append((loads.name_of(load), *cells, h100.ms(load, "ours"), h100.fastest_other(load)))
     return markdown(["ms", "H200", "in a CUDA graph", "best other", "H100", "best other"], body)
 
 
-def ms_of(times: loads.Times, load: loads.Key, provider: str) -> str:
-    row = times.rows.get((*load, provider))
-    return f"{float(row['ms']):.2f}" if row else ""
+# ---------------------------------------------------------------- given logits
+
+OF_LOGITS = {
+    "ours": "flce_ops",
+    "ours_in_place": "in place",
+    "torch_compile": "torch.compile",
+    "liger": "Liger",
+    "quack_in_place": "QuACK, in place",
+}
 
 
-def fastest_other(times: loads.Times, load: loads.Key) -> str:
-    others = {key[3]: float(row["ms"]) for key, row in times.rows.items() if key[:3] == load and key[3] not in NO_PEER}
-    if not others:
+def given_logits(rows: Rows) -> str:
+    """ms, share of a copy's bandwidth, and the host's us, with the shortest of a line in bold."""
+
+    def shape_of_logits(row: dict[str, str]) -> str:
+        return f"{row['N']}x{row['V']} {row['dtype'].replace('bfloat', 'bf').replace('float', 'fp')}"
+
+    timed = {(shape_of_logits(row), row["provider"]): row for row in rows if row["ms"]}
+    body = []
+    for shape in dict.fromkeys(shape for shape, _ in timed):
+        copy = timed[shape, "copy"]
+        shortest = min(float(timed[shape, provider]["ms"]) for provider in OF_LOGITS if (shape, provider) in timed)
+        cells = [of_logits(timed.get((shape, provider)), copy, shortest) for provider in OF_LOGITS]
+        body.append((shape, f"{float(copy['ms']):.2f}", *cells))
+    peers = {"liger": "Liger", "quack_in_place": "QuACK"}
+    return f"{measured_at(rows, peers)}\n\n{markdown(['', 'a copy', *OF_LOGITS.values()], body)}"
+
+
+def of_logits(row: dict[str, str] | None, copy: dict[str, str], shortest: float) -> str:
+    if row is None:
         return ""
-    best = min(others, key=others.__getitem__)
-    text = f"{loads.NAMES[best]} {others[best]:.2f}"
-    return f"**{text}**" if others[best] < float(times.rows[(*load, "ours")]["ms"]) else text
+    mark = "**" if float(row["ms"]) == shortest else ""
+    host = f", {float(row['host_us']):.0f}" if row.get("host_us") else ""
+    return f"{mark}{float(row['ms']):.2f}{mark}, {float(row['GBps']) / float(copy['GBps']):.0%}{host}"
 
 
 TABLES = {
@@ -92,4 +111,5 @@ TABLES = {
     "fwd_bwd: errors": lambda: errors(rows_of("fwd_bwd")),
     "loads: by card": by_card,
     "loads: host": lambda: "\n".join(loads.hosts(loads.Times(rows_of("loads")))),
+    "cross_entropy.csv": lambda: given_logits(rows_of("cross_entropy")),
 }

@@ -1,15 +1,15 @@
-"""Tables of training runs, from training.csv and training_counts.csv.
+"""Tables of training runs, from training.csv: one line for each setting, the range over its runs, and the range of the
+differences from the exact run of the same seed.
 
-losses    one line for each setting: the range over its runs, and of the differences from the exact run of the same seed
-counts    the mean of these differences, by how often a class occurs in the training text
+And of steps with a sparse gradient, on trained models' hidden states and a flat prior, from sparse.csv.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
-from .markdown import Rows, markdown, rows_of, span
+from .markdown import Rows, error, markdown, rows_of, shape_of, span
 
 EXACT = "exact"
 LABELS = {
@@ -54,23 +54,38 @@ def losses(runs: Rows) -> str:
     return markdown(heading, body)
 
 
-def counts(groups: Rows) -> str:
-    least = sorted({int(row["least_count"]) for row in groups} - {0})
-    heading = [f"{count:,} to {10 * count:,}" for count in least[:-1]] + ["more"]
+STEPS = {
+    "ours": "exact",
+    "ours_sparse_10": "unbiased, $2^{-10}$",
+    "ours_sparse_11": "unbiased, $2^{-11}$",
+    "ours_sparse_12": "unbiased, $2^{-12}$",
+    "torch_compile": "torch.compile",
+    "cce": "Cut Cross-Entropy",
+}
+
+
+def sparse_steps(rows: Rows) -> str:
+    """The time relative to three GEMMs; for trained models also the errors of dX and dW."""
+    timed = {(row["prior"], shape_of(row), row["provider"]): row for row in rows if row["ms"]}
+    problems = dict.fromkeys(key[:2] for key in timed if key[0] in ("trained", "flat"))
+    heading = [""]
+    for prior, shape in problems:
+        loss = float(timed[prior, shape, "ours"]["loss"])
+        _, of_head = shape.split("x", 1)
+        heading += [f"{of_head}, loss {loss:.1f}", "dX, dW"] if prior == "trained" else [f"{of_head}, flat"]
     body = []
-    for name, label in LABELS.items():
-        if any(row["setting"] == name for row in groups):
-            of_count = [[row for row in groups if int(row["least_count"]) == count] for count in least]
-            if name == EXACT:
-                exact = [[float(row["held_out_loss"]) for row in some if row["setting"] == EXACT] for some in of_count]
-                cells = [f"{fmean(values):.2f}" for values in exact]
-            else:
-                cells = [f"{fmean(above_exact(some, name, 'held_out_loss')):+.3f}" for some in of_count]
-            body.append([label, *cells])
-    return markdown(["", *heading], body)
+    for provider, name in STEPS.items():
+        cells = []
+        for prior, shape in problems:
+            row = timed[prior, shape, provider]
+            cells.append(f"{float(row['x_floor']):.2f}")
+            if prior == "trained":
+                cells.append(", ".join(error(row[column]) for column in ("err_dx", "err_dw")))
+        body.append((name, *cells))
+    return f"Commit {rows[0]['commit']}, 8192 tokens.\n\n{markdown(heading, body)}"
 
 
 TABLES = {
     "training: losses": lambda: losses(finished("training")),
-    "training: counts": lambda: counts(finished("training_counts")),
+    "sparse.csv": lambda: sparse_steps(rows_of("sparse")),
 }

@@ -6,10 +6,8 @@ with_grad.py                           gradients made in forward: any row object
     logits.py                          logits of a chunk, their softmax, the terms of the gradient
     chunks.py, gradients.py            how rows are divided; the gradient GEMMs and their sums over chunks
     row_statistics.py                  exponentials of a chunk, sums over its classes, statistics on request; in a fixed
-                                       order, on one rank and on shards: batch_invariant
+                                       order
 cross_entropy.py                       given logits, without a GEMM
-support.py                             logits of a support's classes, without a GEMM
-low_rank.py                            with_grad for a frozen head with a low-rank pair
 """
 
 from .backward import backward, backward_in_place

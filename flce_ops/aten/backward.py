@@ -29,7 +29,7 @@ from .valid_tokens import kernel_of
 def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
     main_grad = call.main_grad.data  # with its own version counter: all chunks count as one write
     torch.autograd.graph.increment_version(call.main_grad)
-    gradients_of_rows(call, (grads[0], main_grad, grads[2]))
+    gradients_of_rows(call, (grads[0], main_grad, *grads[2:]))
 
 
 @kernel_of(Backward, extra_of=draws_of)
@@ -46,7 +46,7 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     weight = upcast(weight, call.lse.dtype)
     # p and its factor are separate matrices if the factor depends on the class
     in_block = product_is_rounded(input) + (factors.expected is not None) + (call.logits.softcap is not None)
-    in_block += draws is not None
+    in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
     # buffer.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
@@ -64,10 +64,12 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     nbytes = block_bytes(input)
     for chunk, product in chunk_products(call, input, linear_weight, linear_bias, step, retained):
         for rows, block in row_blocks(input, chunk, product, nbytes):
+            product_of_rows = gradients.kept(block)
             logits, slope = activate_with_slope(block, call.logits)
             grad_logits = softmax_gradient(logits, factors.of(rows))
             add_target_and_sum(grad_logits, column[rows], cotangents.of(rows), weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
+            gradients.add_scale(grad_logits, product_of_rows)
             if isinstance(gradients, SparseAccumulator):
                 gradients.keep(grad_logits, cotangents.filled(call.lse).of(rows).grad_lse, chunk, rows)
             gradients.round_block(block, grad_logits)

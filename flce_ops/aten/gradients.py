@@ -54,6 +54,10 @@ class Accumulator:
 
     def add_bias(self, grad_logits: Tensor) -> None: ...
 
+    def kept(self, product: Tensor) -> Tensor | None: ...
+
+    def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None: ...
+
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
@@ -68,19 +72,23 @@ class GradientAccumulator(Accumulator):
         self,
         input: Tensor,  # (N, D)
         linear_weight: Tensor,  # (V, D)
-        grads: Sequence[Tensor],  # three, in the order of meta.outputs.Gradients
+        grads: Sequence[Tensor],  # in the order of meta.outputs.Gradients; without the last, of ranks that share V
         mask: list[bool],
         rows: int,  # of a chunk
         *,
+        logit_scale: Tensor | None = None,  # (), given if it gets a gradient
         adds: bool = False,  # add to what grad_linear_weight holds; otherwise overwrite it
     ) -> None:
         self.input, self.linear_weight, self.mask = input, linear_weight, mask
-        self.grad_input, self.grad_linear_weight, self.grad_linear_bias = grads
+        self.grad_input, self.grad_linear_weight, self.grad_linear_bias, *of_scale = grads
         accumulate = accumulation_dtype(input.dtype)
         self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
         if sums_in_float32(input, self.weight_sum.numel(), cdiv(input.shape[0], rows)):
             self.weight_sum = self.weight_sum.to(accumulate)  # the same tensor if it has that dtype
         self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
+        self.logit_scale, self.grad_logit_scale = logit_scale, None
+        if logit_scale is not None:
+            self.grad_logit_scale = of_scale[0].zero_()
 
     def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
         """Adds the G of a chunk, (n, V), in the accumulation dtype. `input` replaces self.input[rows]."""
@@ -90,6 +98,19 @@ class GradientAccumulator(Accumulator):
     def add_bias(self, grad_logits: Tensor) -> None:
         if self.bias_sum is not None:
             self.bias_sum += grad_logits.sum(0)
+
+    def kept(self, product: Tensor) -> Tensor | None:
+        """The products u that `add_scale` reads, copied if the logits overwrite them."""
+        if self.grad_logit_scale is None:
+            return None
+        return product.clone() if product.dtype == self.grad_logit_scale.dtype else product
+
+    def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None:
+        """Adds sum_ij G_ij u_ij, which is logit_scale times its gradient. A class that a bias of -inf switches off has
+        G = 0, and adds nothing.
+        """
+        if product is not None:
+            self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
 
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
         """Copies the G of some rows over their logits, unless G was made there."""
@@ -129,6 +150,8 @@ class GradientAccumulator(Accumulator):
             self.grad_linear_weight.copy_(self.weight_sum)
         if self.bias_sum is not None:
             self.grad_linear_bias.copy_(self.bias_sum)
+        if self.grad_logit_scale is not None:
+            self.grad_logit_scale.div_(self.logit_scale)
 
 
 # keep_entries runs on this fraction of the rows at a time: it needs eight times the memory of its input, a 64-bit
@@ -164,7 +187,7 @@ class SparseAccumulator(GradientAccumulator):
         rows: int,  # of a chunk
     ) -> None:
         input, linear_weight = call.operands[:2]
-        super().__init__(input, linear_weight, grads, call.output_mask, rows)
+        super().__init__(input, linear_weight, grads, call.output_mask, rows, logit_scale=scale_to_learn(call))
         self.sparse, self.logits, self.draws = call.sparse, call.logits, draws
         self.exact = None
         if needs_exact(call):
@@ -197,4 +220,9 @@ def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows
         return SparseAccumulator(call, draws, grads, rows)
     input, linear_weight = call.operands[:2]
     adds = isinstance(call, BackwardInPlace)
-    return GradientAccumulator(input, linear_weight, grads, call.output_mask, rows, adds=adds)
+    scale = scale_to_learn(call)
+    return GradientAccumulator(input, linear_weight, grads, call.output_mask, rows, logit_scale=scale, adds=adds)
+
+
+def scale_to_learn(call: Any) -> Tensor | None:  # ()
+    return call.logits.logit_scale if vars(call).get("scale_gradient") else None

@@ -12,6 +12,7 @@ All (n, V) matrices are in the accumulation dtype (float32 for 16-bit operands).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,14 @@ from ..math.options import accumulation_dtype
 from ..math.shards import log_denominator, shard_rows
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.outputs import allocate
-from ..objectives.divergence import DIVERGENCES, Divergence
-from ..support.exchange import all_reduce
+from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
+from ..support.exchange import all_gather, all_reduce
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_A_BLOCK, chunk_product, copy_bytes, cut, row_chunks
-from .gradients import GradientAccumulator
+from .gradients import GradientAccumulator, accumulator_of
 from .logits import activate, apply_slope, cap_with_slope, scale_logits
-from .row_statistics import shift_rows
+from .row_statistics import finite_maximum, shift_rows
 from .valid_tokens import kernel_of, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
@@ -40,7 +41,9 @@ ROWS_AT_LEAST = 128
 BLOCK_BYTES = 1 << 18
 
 
-def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool) -> int:
+def rows_per_chunk(
+    operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool, scale_gradient: bool = False
+) -> int:
     """How many rows' matrices fit the workspace. All ranks that share a vocabulary get the same number, whatever their
     shards.
     """
@@ -49,6 +52,7 @@ def rows_per_chunk(operands: KlDivOperands, options: KlDivOptions, weight_gradie
     accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
     half = own < accumulate
     matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # one more for dz/du
+    matrices += 2 * scale_gradient  # u, and G u
     row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a bool mask; G rounded
     row_bytes += operands.input.shape[1] * own  # rows that valid_tokens.py gathers
     if operands.teacher_input is not None:
@@ -74,17 +78,18 @@ def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
 
 
 def student_logits(
-    operands: KlDivOperands, options: KlDivOptions, rows: slice, *, slope: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the chunk of input, (n, D), its logits, (n, V), and with `slope` and a softcap dz/du / logit_scale, (n,
-    V).
+    operands: KlDivOperands, options: KlDivOptions, rows: slice, gradients: GradientAccumulator | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the chunk of input, (n, D), and its logits, (n, V). For gradients also dz/du / logit_scale, (n, V), with
+    a softcap, and the products u, (n, V), if logit_scale gets a gradient.
     """
     input = operands.input[rows]
     product = chunk_product(input, operands.linear_weight, operands.linear_bias)
     softcap, logit_scale = of_rows = options.student
-    if softcap is None or not slope:
-        return input, activate(product, of_rows), None
-    return input, *cap_with_slope(scale_logits(product, logit_scale), softcap)
+    kept = None if gradients is None else gradients.kept(product)
+    if softcap is None or gradients is None:
+        return input, activate(product, of_rows), None, kept
+    return input, *cap_with_slope(scale_logits(product, logit_scale), softcap), kept
 
 
 def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
@@ -108,11 +113,15 @@ def with_grad(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
     operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
     shift, teacher_shift, student_kl = allocate(KlDivForward.results[1:], call)
-    rows = rows_per_chunk(operands, options, call.output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
+    gradients = accumulator(call, grads)
     scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
     stream_rows(call, divergence, shift, teacher_shift, student_kl, gradients, scale_of_products(scale, options))
     torch.sum(scale * divergence, dim=0, out=loss)
+
+
+def accumulator(call: KlDivWithGrad | KlDivBackward, grads: Sequence[Tensor]) -> GradientAccumulator:
+    rows = rows_per_chunk(call.operands, call.options, call.output_mask[1], call.scale_gradient)
+    return accumulator_of(call, None, grads, rows)
 
 
 def scale_of_products(row_scale: Tensor, options: KlDivOptions) -> Tensor:  # (N,)
@@ -131,9 +140,9 @@ def stream_rows(
 ) -> None:
     """Runs one pass over the logits: computes the divergence of every row, and the gradients if they are wanted."""
     operands, options = call.operands, call.options
-    weight_gradient = gradients is not None and gradients.mask[1]
-    for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, weight_gradient)):
-        input, log_q, slope = student_logits(operands, options, rows, slope=gradients is not None)
+    asked = (False, False) if gradients is None else (gradients.mask[1], gradients.logit_scale is not None)
+    for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, *asked)):
+        input, log_q, slope, product = student_logits(operands, options, rows, gradients)
         log_p = teacher_rows(operands, options, rows)
         softmaxes = [(log_q, shift)]
         if operands.teacher_probs is None:
@@ -155,8 +164,9 @@ def stream_rows(
         grad_logits = log_q
         del log_q, log_p  # frees memory before G is rounded
         if gradients is not None:
-            gradients.add(rows, apply_slope(grad_logits, slope), input)
-        del grad_logits, slope  # frees memory before the next chunk is allocated
+            gradients.add_scale(apply_slope(grad_logits, slope), product)
+            gradients.add(rows, grad_logits, input)
+        del grad_logits, slope, product  # frees memory before the next chunk is allocated
     if gradients is not None:
         gradients.finish()
 
@@ -175,14 +185,17 @@ def finish_rows(
     # given probabilities need not add up to 1, so their sum is needed
     weighed = operands.teacher_probs is not None and not kind.of_student
     number: Tensor | float = 1.0
+    known = vars(call).get("divergence")  # of forward, for a shifted kind
+    offset = None if known is None else known[rows]
     if divergence is None and kind.of_student:
         number = student_kl[rows]
     elif divergence is not None or weighed:
-        sums = all_reduce(row_sums(kind, blocks(log_q, log_p, alone), beta, weighed), options.group, options.ranks)
-        of_rows = tuple(sums) if weighed else (*sums, 1.0)
+        shift = shift_of_rows(log_q, log_p, options) if kind.shifted else None
+        sums = row_sums(kind, blocks(log_q, log_p, alone), beta if shift is None else shift, weighed)
+        of_rows: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
+        of_rows += () if shift is None else (shift.squeeze(1),)
         value, number = kind.of_sums(of_rows, beta)
-        if scale is not None and kind.scale_of_sums is not None:
-            scale = scale * kind.scale_of_sums(of_rows).unsqueeze(1)
+        offset = None if kind.offset_of_sums is None else kind.offset_of_sums(of_rows)
     if divergence is not None:
         valid = operands.valid
         divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
@@ -190,7 +203,9 @@ def finish_rows(
             student_kl[rows] = number
     if scale is not None:
         for block, block_q, block_p in blocks(log_q, log_p, alone):
-            of_row = number if isinstance(number, float) else number[block].unsqueeze(1)
+            of_row: Any = number if isinstance(number, float) else number[block].unsqueeze(1)
+            if offset is not None:
+                of_row = of_row, offset[block].unsqueeze(1)
             block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
 
 
@@ -208,12 +223,19 @@ def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, T
     return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
 
 
+def shift_of_rows(log_q: Tensor, log_p: Tensor, options: KlDivOptions) -> Tensor:  # (n, 1)
+    least = finite_maximum(torch.minimum(log_q, log_p))
+    least = all_gather(least, options.group, options.ranks).amax(0)
+    return torch.where(least < LEAST_UNSHIFTED, least, 0.0)
+
+
 def row_sums(
     kind: type[Divergence], blocks: Iterable[tuple[slice, Tensor, Tensor]], beta: Tensor | None, weighed: bool
 ) -> Tensor:
-    """The (k, n) sums over this rank's columns. The mass is included only if `weighed`."""
-    count = kind.sums if weighed else kind.sums - 1
-    terms = (kind.of_entry(log_q, log_p, beta)[:count] for _, log_q, log_p in blocks)
+    """The (k, n) sums over this rank's columns. The mass is included only if `weighed`. `beta` may be rows' shifts."""
+    count = kind.sums - kind.shifted - (not weighed)
+    of_rows = beta is not None and beta.dim() > 0
+    terms = (kind.of_entry(log_q, log_p, beta[rows] if of_rows else beta)[:count] for rows, log_q, log_p in blocks)
     return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
 
 
@@ -230,7 +252,6 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
 def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
     operands, options, shift = call.operands, call.options, call.shift
     scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
-    rows = rows_per_chunk(operands, options, call.output_mask[1])
-    gradients = GradientAccumulator(operands.input, operands.linear_weight, grads, call.output_mask, rows)
+    gradients = accumulator(call, grads)
     known = (None, shift, call.teacher_shift, call.student_kl)
     stream_rows(call, *known, gradients, scale)

@@ -12,10 +12,9 @@ expected_log_prob, and f' = dz/du = logit_scale / cosh^2(logit_scale * u / softc
     grad_input = G @ linear_weight      grad_linear_weight = G.T @ input      grad_linear_bias = G.T @ 1
 
 z, p and G are in the accumulation dtype (float32 for 16-bit operands). G is rounded to the operands' dtype once, for
-the two GEMMs. flce_ops/aten/second_order.py has the second derivatives.
+the two GEMMs.
 
-Functions on a block of logits work in place. The kernels apply them to rows of a chunk. flce_ops/decompositions.py
-applies them to blocks of classes and makes the result functional.
+Functions on a block of logits work in place. The kernels apply them to rows of a chunk.
 """
 
 from typing import NamedTuple

@@ -50,6 +50,7 @@ VECTORS = {  # (..., N)
     "shift",
     "teacher_shift",
     "student_kl",
+    "divergence",
     "token",
     "softcap",
     "logit_scale",

@@ -52,8 +52,8 @@ NONE_ASKED = Statistics()
 
 @kernel_of(WithGrad, checks_target=True, extra_of=draws_of)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
-    loss, losses, *grads = outputs[:5]
-    statistics = TokenStatistics.found(call.statistics, outputs[5:])
+    loss, losses, *results, of_scale = outputs
+    grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     input, linear_weight = call.operands[:2]
     step = rows_of_chunk(call, call.operands, call.output_mask[1], call.statistics, draws)
     gradients = accumulator_of(call, draws, grads, step)
@@ -64,7 +64,8 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
 
 @kernel_of(PolicyWithGrad, checks_target=True)
 def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, log_probs = outputs
+    loss, losses, *grads, log_probs, of_scale = outputs
+    grads.append(of_scale)
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call, call.operands, call.output_mask[1])
     gradients = accumulator_of(call, None, grads, step)
@@ -114,6 +115,7 @@ def rows_of_chunk(
 ) -> int:
     input, linear_weight = operands.input, operands.linear_weight
     in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(statistics)
+    in_block += 2 * call.scale_gradient  # u, and G u
     return rows_beside_gradients(
         input,
         linear_weight.shape[0],
@@ -231,6 +233,7 @@ def loss_and_gradients(
         else:
             blocks = row_blocks(input, chunk, product, nbytes, *of_rows)
         for rows, block, own_column, own_valid, own_scale, own_losses in blocks:
+            product_of_rows = gradients.kept(block)
             logits, slope = activate_with_slope(block, call.logits)
             found = logits.gather(1, own_column)
             target_logit = found if objective.soft else found.squeeze(1)
@@ -257,6 +260,7 @@ def loss_and_gradients(
                 cotangents = cotangents._replace(grad_target_logit=own_target)
             add_target_and_sum(grad_logits, own_column, cotangents, class_weight)
             gradients.add_bias(apply_slope(grad_logits, slope))
+            gradients.add_scale(grad_logits, product_of_rows)
             if isinstance(gradients, SparseAccumulator):
                 gradients.keep(grad_logits, cotangents.grad_lse, chunk, rows)
             gradients.round_block(block, grad_logits)

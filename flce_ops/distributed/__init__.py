@@ -5,7 +5,6 @@ one_rank.py         the layout of plain tensors, and the protocol that entry ope
 layout.py           what each mesh dimension shards; what does not fit is refused; sums a mean's denominator
 local.py            from a DTensor to this rank's tensor, and back for the gradient
 vocab_parallel.py   statistics of whole rows from those of the shards; scalar losses with their gradients, in one pass
-class_slices.py     a quantized head: slices of its classes, and the numbers of rows, one slice after another
 
 `import flce_ops` imports neither the second file nor the third, because these import torch.distributed.tensor.
 """

@@ -46,7 +46,7 @@ from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
 from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
 from ..ops.function import OPERANDS
-from ..ops.made_in_forward import MadeInForward
+from ..ops.made_in_forward import MadeInForward, gradients_of_loss
 from ..ops.paths import gradients_in_the_same_pass
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -244,13 +244,13 @@ class VocabParallelFunction(MadeInForward):
         super().setup_context(ctx, inputs[:-1], output)
 
     @classmethod
-    def backward(cls, ctx, *cotangents):
-        return *super().backward(ctx, *cotangents), None
+    def gradients_beside(cls, ctx):
+        return (None,)  # the layout
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *_):
         call.layout = ctx.layout
-        return super().gradients(ctx, call, saved, grad_loss)
+        return gradients_of_loss(cls, ctx, call, saved, grad_loss)
 
     @classmethod
     def made_again(cls, call, grad_loss):

@@ -2,20 +2,19 @@
 
 schemas.py             their arguments
 arguments.py           checks the arguments, naming them in errors
+hints.py               the likely mistake behind a target of another shape
 refusals.py            the combinations that are not implemented
 loss.py                how a loss is computed, for every objective, for plain tensors and DTensors
 
 cross_entropy.py       a head
-low_rank.py            a head with a low-rank pair (LoRA)
 logits.py              given logits
 log_probs.py           log-probabilities and other results of a row; objectives with their own operators: policy losses
 kl_div.py              divergences from a teacher; targets that are class probabilities
 positions.py           K-dimensional losses: a head for each position
 
 metrics.py             return_metrics by name
-support.py             the classes that each token was sampled from
 class_order.py         the user's order of classes, for a sparse gradient
-token_temperature.py   a temperature of each token; a scale that gets a gradient
+learnt_scale.py        a scale that is a tensor, and may get a gradient
 shifted_target.py      unshifted labels, whose targets are the next ones
 """
 

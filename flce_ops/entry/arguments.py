@@ -20,7 +20,9 @@ from ..meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 from ..objectives import class_probabilities, cross_entropy
 from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
-from ..support.torch_private import has_tangent
+from ..support.symbolic import SYMBOLIC, known_only_when_it_runs, same_shape
+from ..support.torch_private import check_value, has_tangent
+from .hints import hint_of_target
 from .refusals import wants_gradient
 from .schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, RowLoss
 
@@ -30,6 +32,11 @@ for _objective in RowObjective.named.values():
     RANGES |= _objective.ranges
 ReductionName = Literal["none", "mean", "sum"]
 REDUCTIONS = get_args(ReductionName)
+CHOOSES = ("label_smoothing",)  # numbers whose value chooses a formula
+FROM_DATA = (
+    "{op}: {name} chooses a formula, so a graph cannot take it from data; pass a Python number that does not come from "
+    ".item() inside the compiled function"
+)
 
 
 def check_arguments(call: CrossEntropy) -> None:
@@ -42,7 +49,7 @@ def check_arguments(call: CrossEntropy) -> None:
     if target_weight is not None:
         if not target_weight.dtype.is_floating_point:
             raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
-        if target_weight.shape != target.shape:
+        if not same_shape(target_weight.shape, target.shape):
             raise ValueError(
                 f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
                 f"{tuple(target_weight.shape)}"
@@ -61,9 +68,10 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     checks.check_target_dtype(op, target)
-    check_shape(
-        op, "target", target, logits.shape[:-1], f"one class index per row of logits {tuple(logits.shape)}, got"
-    )
+    if not same_shape(target.shape, logits.shape[:-1]):
+        hint = hint_of_target(target, logits, "logits", logits.shape[-1])
+        what = f"one class index per row of logits {tuple(logits.shape)}, got"
+        check_shape(op, "target", target, logits.shape[:-1], what, hint)
     checks.check_device(op, logits, "logits", target=target)
     if call.weight is not None:
         check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
@@ -143,7 +151,7 @@ def check_no_gradient(op: str, hole: str, tensor: Tensor) -> None:
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
-    if tensor is not None and tensor.shape != tuple(shape):
+    if tensor is not None and not same_shape(tensor.shape, shape):
         raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what} {tuple(tensor.shape)}{hint}")
 
 
@@ -192,14 +200,15 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
     if target.dtype not in checks.TARGET_DTYPES:
         checks.check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
-    if topk and (target.shape[:-1] != tokens or target.dim() != input.dim() or not target.shape[-1]):
+    if topk and (not same_shape(target.shape[:-1], tokens) or target.dim() != input.dim() or not target.shape[-1]):
         raise ValueError(
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
-    if not topk and target.shape != tokens:
-        several = target.dim() == input.dim() and target.shape[:-1] == tokens
-        hint = "; several classes a token need target_weight, a weight for each" if several and op == OP else ""
+    if not topk and not same_shape(target.shape, tokens):
+        hint = hint_of_target(target, input, "input", linear_weight.shape[0], probabilities=op == OP)
+        if not hint and op == OP and target.dim() == input.dim() and target.shape[:-1] == tokens:
+            hint = "; several classes a token need target_weight, a weight for each"
         if target.shape == linear_weight.shape[:-1]:
             hint = "; are input and linear_weight swapped?"
         raise ValueError(
@@ -216,7 +225,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: target_weight stands beside a target of class indices, of shape {tuple(tokens)} + (K,), but target "
             f"has dtype {target.dtype}; class probabilities are weights themselves: leave target_weight out"
         )
-    if target.shape != (*tokens, num_classes):
+    if not same_shape(target.shape, (*tokens, num_classes)):
         raise TypeError(
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
@@ -239,7 +248,14 @@ def check_ranges(op: str, **numbers: Number | None) -> None:
         if number is None or name not in RANGES:
             continue
         expected, least, largest = RANGES[name]
-        if not least <= number <= largest:
+        if number is True or number is False:
+            raise TypeError(f"{op}: expected {name} to be a number, got {number}")
+        if isinstance(number, SYMBOLIC) and known_only_when_it_runs(number):
+            if name in CHOOSES:
+                raise ValueError(FROM_DATA.format(op=op, name=name))
+            value = torch.ones((), dtype=torch.float64) * number
+            check_value((value >= least) & (value <= largest), f"{op}: {expected}, got another number")
+        elif not least <= number <= largest:
             raise ValueError(f"{op}: {expected}, got {number}")
 
 
@@ -275,6 +291,8 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
         raise ValueError(
             f"{op}: expected normalizer to be a number or a 0-d tensor, got shape {tuple(normalizer.shape)}"
         )
+    if normalizer.dtype == torch.bool:
+        raise TypeError(f"{op}: expected normalizer to be a number, got one in torch.bool")
     checks.check_real(op, normalizer=normalizer)
     if normalizer.device.type != "cpu":
         checks.check_device(op, input, of, normalizer=normalizer)
@@ -287,7 +305,7 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
     allow_retain_graph                    always allowed here
     batch_chunk_size, chunking_method     torch's bound on memory: accepted, without effect; the workspace bounds memory
     acc_dtype                             must be the dtype of sums here: float32; float64 for float64 operands
-    acc_policy                            "auto", "compact", "balanced"; "accurate" promises more for 16-bit operands
+    acc_policy                            "auto", "compact", "balanced"; "accurate" changes 16-bit operands on a CPU
 
     Without `dtype`, the input's, refuses only what can never be right.
     """
@@ -301,5 +319,3 @@ def check_torch_options(op: str, options: object, dtype: torch.dtype | None = No
     expected = accumulation_dtype(dtype)
     if options.acc_dtype not in (None, expected):
         refuse_hole(op, "acc_dtype", given=options.acc_dtype, dtype=dtype, expected=expected)
-    if options.acc_policy == "accurate" and dtype != expected:
-        refuse_hole(op, "acc_policy", dtype=dtype)

@@ -24,10 +24,15 @@ from .schemas import CrossEntropy
 
 
 def check_class_order(op: str, call: CrossEntropy) -> None:
-    """Checks the order, whether it is used or not."""
+    """Checks the order, whether a gradient is wanted or not."""
     order = call.gradient_class_order
     if order is None:
         return
+    if not call.sparse.gradient_threshold:
+        raise ValueError(
+            f"{op}: gradient_class_order orders the classes of a sparse gradient, but gradient_threshold is 0; pass "
+            "gradient_threshold, or leave gradient_class_order out"
+        )
     num_classes = call.linear_weight.shape[0] if call.linear_weight.dim() else 0
     expected = f"{op}: expected gradient_class_order to be a permutation of the {num_classes} classes, ({num_classes},)"
     if order.dtype != torch.int64 or order.shape != (num_classes,):

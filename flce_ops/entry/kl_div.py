@@ -15,20 +15,22 @@ from ..math.reduction import mean_denominator, row_factor, weighted_sum
 from ..meta.arguments import KlDivForward, KlDivWithGrad
 from ..meta.kl_div_checks import check_kind
 from ..objectives.class_probabilities import smoothed_and_weighted
-from ..ops.call_facts import gradients_wanted
+from ..ops.call_facts import gradients_wanted, needs_gradient
 from ..ops.paths import gradients_in_the_same_pass
-from .arguments import check_arguments, check_divergence, check_ranges
+from ..support.symbolic import known_only_when_it_runs
+from .arguments import FROM_DATA, check_arguments, check_divergence, check_ranges
 from .loss import layout_of_call, weightless
 from .schemas import CrossEntropy, KlDiv
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 
 OP = "linear_kl_div"
+NUMBERS = ("softcap", "teacher_softcap", "logit_scale", "teacher_logit_scale", "temperature")
 
 
 def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
-    check_ranges(OP, softcap=call.softcap, teacher_softcap=call.teacher_softcap, temperature=call.temperature)
+    check_ranges(OP, **{name: getattr(call, name) for name in NUMBERS})
     kind = resolve_kind(call.kind, call.beta)
     layout = layout_of_call(OP, call)
     operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
@@ -50,7 +52,8 @@ def composite(call: KlDiv) -> Tensor:
 
 def kl_div_options(call: KlDiv, kind: str) -> KlDivOptions:
     input, temperature = call.input, call.temperature
-    student = logit_options(LogitNumbers(call.softcap, call.logit_scale, temperature), input)
+    numbers = LogitNumbers(call.softcap, call.logit_scale, temperature)
+    student = logit_options(numbers, input, learnt=call.learnt_scale)
     teacher_scale = call.logit_scale if call.teacher_logit_scale is None else call.teacher_logit_scale
     teacher_like = input if call.teacher_input is None else call.teacher_input
     teacher_numbers = LogitNumbers(call.teacher_softcap, teacher_scale, temperature)
@@ -70,6 +73,8 @@ def resolve_kind(kind: str, beta: Number) -> str:
     / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
     check_kind(OP, kind)
+    if known_only_when_it_runs(beta):
+        raise ValueError(FROM_DATA.format(op=OP, name="beta"))
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{OP}: expected beta in [0, 1], got {beta}")
     if kind == "jsd" and beta in (0.0, 1.0):
@@ -123,7 +128,8 @@ def reduced(
     """The loss. If it is a scalar, gradients that are wanted are made in the same pass."""
     factor = row_factor(operands.valid, token_weight, denominator)
     if reduction != "none" and gradients_in_the_same_pass(operands):
-        call = KlDivWithGrad.of([*operands, factor, *options, gradients_wanted(operands)])
+        asked = gradients_wanted(operands), needs_gradient(options.logit_scale)
+        call = KlDivWithGrad.of([*operands, factor, *options, *asked])
         loss, divergence, *_ = call.dispatched()
     else:
         divergence = KlDivForward.of([*operands, *options]).dispatched()[0]
@@ -146,7 +152,7 @@ def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     student = (input, call.linear_weight, call.linear_bias)
     p = smoothed_and_weighted(call.target, call.weight, call.numbers.label_smoothing, accumulation_dtype(input.dtype))
     operands = flatten_tokens(layout, KlDivOperands(*student, None, None, None, p, None))
-    logits = logit_options(call.numbers, input)
+    logits = logit_options(call.numbers, input, learnt=call.learnt_scale)
     options = KlDivOptions(kind="cross_entropy", **logits._asdict(), batch_invariant=call.batch_invariant)
     denominator = denominator_of(call, operands.input.shape[0])
     operands, token_weight = weigh_tokens(operands, layout.per_token(call.token_weight), denominator)

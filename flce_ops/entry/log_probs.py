@@ -82,7 +82,7 @@ def losses_with_grad(
         options=objective.options,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, *_, log_probs = call.dispatched()
+    loss, losses, *_, log_probs, _ = call.dispatched()
     return loss, losses, (log_probs,)
 
 

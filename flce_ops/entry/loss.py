@@ -13,8 +13,7 @@ The numbers of rows come from a forward operator:
 
     a head             linear_cross_entropy_forward        logits are computed and discarded
     given logits       cross_entropy_forward               logits are read
-    a support          linear_support_forward              logits of the classes that it names
-    a shared vocabulary                                    one of the two on each rank, one exchange: vocab_parallel.py
+    a shared vocabulary                                    the first on each rank, one exchange: vocab_parallel.py
 
 Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
 which depend on the target alone. There are three cases in which they are not treated as ignored: token_weight gets a
@@ -47,8 +46,9 @@ from ..math.topk import beside_topk
 from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
-from ..ops.autocast import autocast_call
-from ..support.torch_private import autocast_is_active, differentiated
+from ..ops.autocast import autocast_call, autocast_is_on
+from ..ops.call_facts import needs_gradient
+from ..support.torch_private import differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
 
@@ -75,7 +75,7 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
             refuse(op, call, features | {"sharded vocabulary"})
-    if autocast_is_active():
+    if autocast_is_on(getattr(call, call.fields[0][0]).device.type):
         autocast_call(call)
     return layout
 
@@ -89,7 +89,11 @@ def token_losses(
     **others: Any,
 ) -> TokenLosses:
     input, values = operands[0], vars(call)
-    loss, logits = loss_options(call.numbers, input), logit_options(call.numbers, input)
+    loss, logits = (
+        loss_options(call.numbers, input),
+        logit_options(call.numbers, input, learnt=values.get("learnt_scale")),
+    )
+    others["scale_gradient"] = needs_gradient(logits.logit_scale)
     for name in ("main_grad", "sparse", "batch_invariant"):
         if name in values:
             others[name] = values[name]

@@ -1,8 +1,8 @@
 """The combinations that are not implemented: a table from features of a call to the text of the error.
 
-    source        a low-rank pair, positions (a head for each), a support, a quantized head
+    source        positions (a head for each)
     objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
-    sink          main_grad, sparse gradient, tiles, gradient_class_order, batch_invariant
+    sink          main_grad, sparse gradient, gradient_class_order, batch_invariant
     layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
 
 What a single argument or one operator does not do is in support/holes.py. All other combinations are implemented. A new
@@ -11,7 +11,7 @@ feature that does not combine with everything adds its name and its rows here.
 
 from typing import Any
 
-from ..ops.call_facts import gradients_wanted
+from ..ops.call_facts import gradients_wanted, needs_gradient
 from ..support.dtensors import any_dtensor
 from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
@@ -26,11 +26,11 @@ def wants_gradient(call: Any) -> bool:
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
-# "sharded vocabulary", "recomputing shards" and "a quantized head" depend on the layout or on the path, so the caller
-# adds them. The others follow from the arguments.
+# "sharded vocabulary" and "recomputing shards" depend on the layout or on the path, so the caller adds them. The others
+# follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
 FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "sharded vocabulary")
-FEATURES += ("batch_invariant", "a CPU")
+FEATURES += ("batch_invariant", "a CPU", "learnt scale")
 
 
 def features_of(call: Any) -> set[str]:
@@ -49,6 +49,8 @@ def features_of(call: Any) -> set[str]:
         found |= {"metrics", "argmax"} if call.statistics.argmax else {"metrics"}
     if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
         found.add("sparse gradient")
+    if needs_gradient(values.get("learnt_scale")):
+        found.add("learnt scale")
     if values.get("batch_invariant"):
         found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}
     if "sparse gradient" in found and call.target.dim() == call.input.dim():
@@ -74,6 +76,11 @@ REFUSED: dict[str, dict[tuple[str, ...], str]] = {
         ("main_grad",): NO_SPARSE.format("with main_grad"),
         ("gradient_class_order", "DTensors"): NO_SPARSE.format("of DTensors with gradient_class_order"),
         ("sharded vocabulary",): NO_SPARSE.format("over a sharded vocabulary"),
+    },
+    "learnt scale": {
+        ("DTensors",): "the gradient of a logit_scale or temperature beside DTensors is not implemented; pass it "
+        "detached, or multiply the hidden states by it before the head",
+        ("sparse gradient",): NO_SPARSE.format("beside the gradient of a logit_scale or temperature"),
     },
     "batch_invariant": {
         ("sharded vocabulary",): "batch_invariant over a sharded vocabulary is not implemented; leave it out",

@@ -29,6 +29,7 @@ class CrossEntropy(Arguments, keyword_from="weight"):
     sparse: SparseGradient
     gradient_class_order: Tensor | None = None  # (V,)
     batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # (), in place of the number logit_scale
 
 
 class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
@@ -66,6 +67,7 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     tail: bool = False
     sparse: SparseGradient
     batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # ()
 
 
 class RowLoss(Arguments, keyword_from="own"):
@@ -84,6 +86,7 @@ class RowLoss(Arguments, keyword_from="own"):
     normalizer: Tensor | None = None  # ()
     sparse: SparseGradient
     batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # ()
 
 
 def schema_of(objective: type[RowObjective]) -> type[RowLoss]:
@@ -113,3 +116,4 @@ class KlDiv(Arguments, keyword_from="teacher_probs"):
     teacher_logit_scale: OptionalScalar = None
     teacher_softcap: OptionalScalar = None
     batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # (), the student's

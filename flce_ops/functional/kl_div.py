@@ -87,7 +87,7 @@ def linear_kl_div(
     normalizer: Tensor | float | None = None,  # ()
     logit_scale: float | Tensor = 1.0,
     softcap: float | None = None,
-    temperature: float | Tensor = 1.0,  # (...), or ()
+    temperature: float | Tensor = 1.0,
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
     vocab_size: int | None = None,
@@ -125,7 +125,8 @@ def linear_kl_div(
             subgradients.
         beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
             and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
-        target: (...), int64 or int32, read only to see which tokens are ignored: those equal to ``ignore_index``.
+        target: (...), int64, int32 or uint8, read only to see which tokens are ignored: those equal to
+            ``ignore_index``.
         ignore_index: target value of tokens that do not count. None is -100.
         token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
             Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient.
@@ -136,9 +137,8 @@ def linear_kl_div(
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient;
             teacher_logit_scale must then be given.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        temperature: divides the student's and the teacher's logits after the caps: a number, or one number per token,
-            (...), a constant. Multiply the loss by temperature ** 2 yourself (as token_weight) if you want the
-            gradient's size kept (Hinton et al.).
+        temperature: a number that divides the student's and the teacher's logits after the caps. Multiply the loss by
+            temperature ** 2 yourself if you want the gradient's size kept (Hinton et al.).
         teacher_logit_scale: factor on the teacher's logits; logit_scale by default.
         teacher_softcap: bound on the teacher's logits; none by default, also if the student has one.
         vocab_size: the number of classes if the student's or the teacher's vocabulary is padded. Classes from

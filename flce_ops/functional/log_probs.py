@@ -84,7 +84,7 @@ def linear_log_probs(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,  # (...), or ()
+    temperature: float | Tensor = 1.0,  # ()
     shift: bool = False,
     entropy: bool = False,
     argmax: bool = False,
@@ -110,14 +110,14 @@ def linear_log_probs(
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens, (...), int64 or int32, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
+        target: the tokens, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
         linear_bias: (V,), in input's dtype.
         ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Among K
             classes such a class has log-probability 0, and a token with only such classes is ignored.
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
         temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
-            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
+            gets its gradient.
         shift: as in ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
@@ -126,8 +126,7 @@ def linear_log_probs(
             gradient there.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
             gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient and, over a sharded
-            vocabulary, of the results.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
         return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
             ``"mean_logit"``, mean_j z_j. The result is a pair then.
 
@@ -138,14 +137,13 @@ def linear_log_probs(
         With ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
 
     Raises:
-        As ``linear_cross_entropy``. NotImplementedError: second derivatives through the entropy or with a support; with
-            gradient_threshold the gradient of the entropy, and DTensors of a sharded vocabulary.
+        As ``linear_cross_entropy``. NotImplementedError: with gradient_threshold the gradient of the entropy, and
+            DTensors of a sharded vocabulary.
 
     Composability:
         As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens with saved logits
-        (``set_workspace``), 4 for the others, 0 for those with a support, whose classes are gathered. Ranks that share
-        a vocabulary exchange 2 to 7 numbers per token, and K - 1 more for K classes. What is not asked for costs
-        nothing.
+        (``set_workspace``), 4 for the others. Ranks that share a vocabulary exchange 2 to 7 numbers per token, and
+        K - 1 more for K classes. What is not asked for costs nothing.
 
     Source:
         docs/kernels.md has the mathematics, docs/log_probs.md what each result is for and costs.

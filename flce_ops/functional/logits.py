@@ -63,7 +63,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,  # (...), or ()
+    temperature: float | Tensor = 1.0,
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,  # ()
@@ -82,18 +82,17 @@ def cross_entropy(
     Args:
         logits: (..., V); float64, float32, bfloat16 or float16. Logits that cannot be viewed as (N, V), such as
             ``logits[:, :-1]`` of several sequences, are copied: pass ``shift=True`` instead.
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64, int32 or uint8.
         weight, reduction, ignore_index, label_smoothing, softcap, z_loss, token_weight, normalizer, shift: as in
             ``linear_cross_entropy``.
         logit_scale: a number. Multiply the logits by a learnt one yourself.
-        temperature: divides the logits after the cap: a number, or one number per token, (...), a constant. An ignored
-            token's may be anything.
+        temperature: a number that divides the logits after the cap.
         inplace_backward: hands the logits over: their gradient may be written over them, so that no second matrix of
             their size exists. What the logits hold after the call is not defined. Forward writes the gradient if a
             scalar loss is differentiated, not in float16, a checkpoint or torch.func, and if the logits are all of
             their memory and the result of an operation (no leaf, no input of a compiled graph, no retain_grad()).
-            Elsewhere the logits stay. ``explain`` says which. Autograd raises if another operation had saved the logits
-            (as tanh saves its result), if something computed from them afterwards is differentiated, or if
+            Elsewhere the logits stay. ``last_path()`` says which. Autograd raises if another operation had saved the
+            logits (as tanh saves its result), if something computed from them afterwards is differentiated, or if
             retain_grad() or a hook was set on them after the loss.
         return_metrics: also return the accuracy and the argmax, from the same pass and without a host synchronisation.
 
@@ -104,7 +103,7 @@ def cross_entropy(
     Raises:
         ValueError, TypeError, IndexError: as in ``linear_cross_entropy``.
         NotImplementedError: second derivatives of a scalar loss whose gradient forward made. With reduction="none"
-            derivatives of any order are right.
+            they are right.
         RuntimeError: logits that were handed over had other readers, as above.
 
     Composability:

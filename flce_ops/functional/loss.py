@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..entry import metrics
 from ..entry.arguments import OP, ReductionName, check_torch_options
 from ..math.sparse_gradient import Mode, Operand
+from ..ops.autocast import autocast_operands
+from ..support.holes import refuse_hole
 from .keywords import CrossEntropyKeywords
 from .public import call_entry, public
 
@@ -31,6 +34,28 @@ def call(given: dict[str, Any]) -> Any:
     options, return_metrics = given.pop("options", None), given.pop("return_metrics", False)
     if options is not None:
         check_torch_options(OP, options, given["input"].dtype)
+        if options.acc_policy == "accurate" and given["input"].device.type == "cpu":
+            return call_in_float32(given, return_metrics)
+    return call_with_metrics(given, return_metrics)
+
+
+def call_in_float32(given: dict[str, Any], return_metrics: Any) -> Any:
+    """On a CPU the product of 16-bit operands is rounded. Here float32 copies are multiplied, and their gradients are
+    rounded once. linear_weight takes a float32 copy and a float32 gradient, each of twice its bytes.
+    """
+    names = [name for name in ("input", "linear_weight", "linear_bias") if given.get(name) is not None]
+    operands = autocast_operands("cpu", *(given[name] for name in names))
+    dtypes = {of.dtype for of in operands}
+    if dtypes in ({torch.bfloat16}, {torch.float16}):
+        if given.get("main_grad") is not None:
+            refuse_hole(OP, "accurate main_grad", dtype=operands[0].dtype)
+        operands = tuple(of.float() for of in operands)
+    given |= dict(zip(names, operands))
+    with torch.autocast("cpu", enabled=False):
+        return call_with_metrics(given, return_metrics)
+
+
+def call_with_metrics(given: dict[str, Any], return_metrics: Any) -> Any:
     if return_metrics is False:
         return call_entry(OP, given)
     names = metrics.metric_names(OP, return_metrics)
@@ -103,7 +128,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float | Tensor = 1.0,  # (...), or ()
+    temperature: float | Tensor = 1.0,  # ()
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,  # (...)
     target_weight: Tensor | None = None,  # (..., K)
@@ -148,10 +173,10 @@ def linear_cross_entropy(
             K-dimensional loss (V, d_1, ..., d_K, D): a head for each position, which run one after the other. target,
             loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias is (V, d_1, ..., d_K). Or the quantized
             weight of a frozen head, which is dequantized a slice of classes at a time; see docs/paths.md.
-        target: class indices in [0, V) or ``ignore_index``, (...), int64 or int32. With ``target_weight``: K classes a
-            token, (..., K). A class that is ``ignore_index`` counts for nothing, and a token with only such classes is
-            ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype. Probabilities
-            are constants, need not add up to 1, and give nan where they are negative.
+        target: class indices in [0, V) or ``ignore_index``, (...), int64, int32 or uint8. With ``target_weight``: K
+            classes a token, (..., K). A class that is ``ignore_index`` counts for nothing, and a token with only such
+            classes is ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype.
+            Probabilities are constants, need not add up to 1, and give nan where they are negative.
         linear_bias: (V,), in input's dtype.
         weight: class weights, (V,), as F.cross_entropy's. Constants: class weights get no gradient.
         reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
@@ -163,7 +188,7 @@ def linear_cross_entropy(
         logit_scale: factor on the logits before the cap (Cohere, Granite): a number, or a 0-d tensor (CLIP), which
             gets its gradient.
         temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
-            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
+            gets its gradient.
         z_loss: factor of the squared logsumexp (PaLM), inside the sum that "mean" divides.
         token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
             Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient or metrics are
@@ -176,7 +201,7 @@ def linear_cross_entropy(
             number of valid tokens in the whole batch under gradient accumulation or data parallelism.
         shift: target holds the labels of the same positions as input, (..., T). The token at position t is scored
             against the label at t + 1, as causal language models are, and the last token of each sequence is ignored.
-            token_weight and temperature stay those of position t. In packed sequences label the first token of each
+            token_weight stays that of position t. In packed sequences label the first token of each
             sequence ``ignore_index``. Only labels are copied. Not for probabilities, soft targets, K-dimensional
             losses, and labels whose sequences are sharded.
         main_grad: (V, D), contiguous, float32 (float64 for float64) or linear_weight's dtype. Backward adds
@@ -196,8 +221,7 @@ def linear_cross_entropy(
             linear_weight and of its gradient.
         batch_invariant: whether the bits of a token's row of input's gradient are to be the same whatever the other
             tokens are, and how many, as those of losses and log-probabilities always are. For "sum", "none", and "mean"
-            with a normalizer. 16-bit dtypes on NVIDIA GPUs. Over a sharded vocabulary it gives losses and metrics the
-            bits of one rank, and promises nothing of the gradient. See docs/agreement.md.
+            with a normalizer. 16-bit dtypes on one NVIDIA GPU. See docs/agreement.md.
         return_metrics: also return by-products of the same pass, without a host synchronisation: True for the accuracy
             and the argmax, or names. With ``p = softmax(z)``, in nats::
 
@@ -213,7 +237,9 @@ def linear_cross_entropy(
             Metrics are constants of target's shape, 0 at ignored tokens; docs/log_probs.md has what each costs. Not
             for probabilities; with target_weight not the last three.
         options: torch.nn.LinearCrossEntropyOptions, for calls written for torch's function. Its chunk sizes have no
-            effect: ``set_workspace`` bounds the memory. An option that would change the sums is refused.
+            effect: ``set_workspace`` bounds the memory. acc_policy "accurate" has an effect on a CPU alone, where
+            logits of 16-bit operands are rounded: float32 copies are multiplied instead. linear_weight's copy and
+            gradient take 4 bytes a number each then. An acc_dtype that would change the sums is refused.
 
     Returns:
         The loss in nats, float32 (float64 for float64 input), of shape () or, for "none", that of the tokens. With no
@@ -224,12 +250,12 @@ def linear_cross_entropy(
     Raises:
         ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
         IndexError: a target outside [0, V). On CUDA a device-side assert instead, without a host synchronisation.
-        NotImplementedError: forward-mode or third derivatives; a gradient for ``weight``, ``target_weight`` or
+        NotImplementedError: forward-mode derivatives; a gradient for ``weight``, ``target_weight`` or
             probabilities; second derivatives of the loss of probabilities; probabilities or a K-dimensional loss beside
             DTensors; target_weight with a K-dimensional loss. main_grad under torch.func or create_graph=True, beside
             DTensors, for probabilities or a K-dimensional loss. gradient_threshold for probabilities, a K-dimensional
-            loss, float16, main_grad, create_graph=True, and over a sharded vocabulary for anything but a scalar loss
-            of one class per token.
+            loss, float16, main_grad, create_graph=True, and over a sharded vocabulary. batch_invariant over a sharded
+            vocabulary and on a CPU.
 
     Composability:
         torch.compile(fullgraph=True), torch.export, autocast, torch.func.grad / vmap, double backward, activation

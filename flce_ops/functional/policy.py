@@ -72,7 +72,7 @@ def linear_policy_loss(
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens that were sampled, (...), int64 or int32, in [0, V) or ``ignore_index``.
+        target: the tokens that were sampled, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``.
         advantages: (...), constants. Multiply the advantages by a weight that the objective alone should have, such as
             the correction for another sampler's probabilities.
         old_log_probs: log-probabilities of the policy that sampled, (...), constants. None stands for this policy: r
@@ -91,17 +91,14 @@ def linear_policy_loss(
         softcap: bound on the logits' magnitude, applied after ``logit_scale``.
         logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
         temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
-            gets its gradient; or one number per token, (...), a constant. An ignored token's may be anything.
+            gets its gradient.
         token_weight: factor per token, (...), on the objective and on the KL term, differentiable: 1 / the completion's
             length for GRPO's mean of means. The denominator of "mean" does not contain token_weight. Tokens of weight
             0 are left out like ignored ones, unless token_weight gets a gradient.
         normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
-        support: the classes that each token was sampled from, as in ``linear_log_probs``: the policy is renormalised
-            over them. Give it where old_log_probs are renormalised, too.
         gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``;
             backward makes the gradients then.
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient and, over a sharded
-            vocabulary, of the results.
+        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
 
     Returns:
         ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
@@ -111,14 +108,14 @@ def linear_policy_loss(
         ValueError, TypeError, IndexError: as in ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),
             by its name.
         NotImplementedError: advantages, old_log_probs or ref_log_probs that require a gradient (detach them);
-            forward-mode or third derivatives; a sharded vocabulary with gradient_threshold.
+            forward-mode derivatives; a sharded vocabulary with gradient_threshold.
 
     Composability:
         torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
         graphs, DTensor. Forward makes the gradients of a scalar loss, in the same pass over the logits. In float16,
-        under checkpointing, torch.func, for reduction="none", with a support and over a sharded vocabulary backward
-        makes them, as those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the
-        gradient of a token beyond its bound is 0 all the same.
+        under checkpointing, torch.func, for reduction="none" and over a sharded vocabulary backward makes them, as
+        those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the gradient of a token
+        beyond its bound is 0 all the same.
 
     Source:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017; Shao et al., "DeepSeekMath", 2024 (GRPO); Yu

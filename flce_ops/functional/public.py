@@ -8,7 +8,6 @@ Arguments are checked against their annotations: a wrong type is refused by name
 checks what annotations cannot say. Annotations that are not in KINDS are not checked.
 """
 
-import difflib
 import functools
 import itertools
 import types
@@ -22,11 +21,12 @@ from torch import SymFloat, SymInt, Tensor
 from .._ops import ops
 from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
+from ..entry.learnt_scale import with_learnt_scale
 from ..entry.shifted_target import shifted_target
-from ..entry.token_temperature import apply_learnt_scale, as_argument
 from ..math.options import normalizer_tensor
 from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
+from .names import hint_of_type, refuse_class_weight, refuse_name
 
 Function = TypeVar("Function", bound=Callable)
 DEFAULTS = {name: dict(zip(arguments.index, arguments.defaults)) for name, (arguments, *_) in ENTRIES.items()}
@@ -39,26 +39,6 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
     str: ((str,), "a string"),
     types.NoneType: ((types.NoneType,), "None"),
-}
-
-# Other libraries' names of an argument, each with the name that this package uses.
-ELSEWHERE = {
-    "labels": ("target",),
-    "input": ("logits",),
-    "hidden_states": ("input",),
-    "bias": ("linear_bias",),
-    "num_items_in_batch": ("normalizer",),
-}
-
-# Arguments that a composition of the functions stands for, each with what to write.
-PAIR = (
-    "append the pair's features: torch.cat([input, low_rank_input], -1) and "
-    "torch.cat([linear_weight, low_rank_weight], 1)"
-)
-COMPOSED = {
-    "support": "call linear_log_probs with the classes of the support as target (..., K), and subtract the logsumexp "
-    "of their log-probabilities",
-    **dict.fromkeys(("low_rank_input", "low_rank_weight", "lora_A", "lora_B"), PAIR),
 }
 
 
@@ -96,7 +76,8 @@ def typed(function: Function) -> Function:
                     refuse_type(op, name, value, " or ".join(KINDS[part][1] for part in known[name]))
                 if name in kwargs and isinstance(value, Real) and not isinstance(value, float | int):
                     kwargs[name] = value = int(value) if isinstance(value, Integral) else float(value)
-            if type(value) is int and not -(2**63) <= value < 2**63:
+            # a compiled graph's integers are int64, and a comparison would be a guard on them
+            if type(value) is int and not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
                 kwargs[name] = as_float(op, name, value, float in known[name])
 
     @functools.wraps(function)
@@ -117,19 +98,12 @@ def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
             refuse_name(op, name, names)
 
 
-def refuse_name(op: str, name: str, names: tuple[str, ...]) -> NoReturn:
-    if name in COMPOSED:
-        raise TypeError(f"{op}: no argument is named {name}; {COMPOSED[name]}")
-    meant = [ours for ours in ELSEWHERE.get(name, ()) if ours in names] or difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(names)}"
-    raise TypeError(f"{op}: no argument is named {name}; {hint}")
-
-
 def refuse_type(op: str, name: str, value: Any, expected: str) -> NoReturn:
     if isinstance(value, torch.fx.Proxy):
         refuse_hole(op, "torch.fx", name=name)
     got = repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
-    raise TypeError(f"{op}: expected {name} to be {expected}, got {got}")
+    hint = hint_of_type(name, value) if "tensor" in expected else ""
+    raise TypeError(f"{op}: expected {name} to be {expected}, got {got}{hint}")
 
 
 def as_float(op: str, name: str, value: int, allowed: bool) -> float:
@@ -166,6 +140,7 @@ def public(body: Callable[[dict[str, Any]], Any], *, only_for: tuple[str, ...] =
             for name in required:
                 fits &= name in given
             if not fits:
+                refuse_class_weight(signature.__name__, given)
                 signature(*args, **kwargs)  # raises Python's own error
             needed = not only_for
             for name in only_for:
@@ -182,14 +157,11 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     """Calls the entry operator `name` and returns its results. `metrics` is the suffix of the variant that returns
     metrics.
     """
-    of = "input" if "input" in given else "logits"
-    rows, target = given[of], given.get("target")
-    if isinstance(given.get("temperature"), Tensor):
-        given = {**given, **as_argument(name, given["temperature"], of)}
+    rows, target = given["input" if "input" in given else "logits"], given.get("target")
     if isinstance(given.get("logit_scale"), Tensor) or isinstance(given.get("temperature"), Tensor):
-        read = ("input", "linear_bias", "logit_scale", "temperature")
-        learnt = apply_learnt_scale(name, *[(DEFAULTS[name] | given)[argument] for argument in (*read, "softcap")])
-        given = {**given, **dict(zip(read, learnt))}
+        given = with_learnt_scale(name, given, DEFAULTS[name])
+    if target is not None and target.dtype == torch.uint8:  # beside which torch compares -100 as 156
+        given["target"] = target = target.long()
     if given.get("normalizer") is not None:
         given["normalizer"] = normalizer_tensor(name, given["normalizer"], rows)
     if given.pop("shift", False):

@@ -64,6 +64,8 @@ def warn_of_logits(trainer: Any, advice: str, model: nn.Module, args: Any, outpu
     logits = output.get("logits") if isinstance(output, dict) else None
     if torch.compiler.is_compiling() or not isinstance(logits, Tensor) or not logits.requires_grad:
         return
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:  # a classifier, whose logits are a few numbers
+        return
     options = {"compute_loss_func": trainer.compute_loss_func, "label_smoothing_factor": trainer.label_smoother}
     given = [f" ({name} is given)" for name, option in options.items() if option is not None][:1]
     warn_once(

@@ -81,5 +81,6 @@ def refuse_shard(linear_weight: Tensor) -> None:
     if group is not None and group.size() > 1:
         raise NotImplementedError(
             f"expected all classes of linear_weight on this rank, got one of {group.size()} shards of tensor "
-            "parallelism; use Megatron's own head and loss there"
+            "parallelism; docs/distributed.md, Without DTensor, has a loss of shards, whose gradient Megatron's hook "
+            "adds to main_grad"
         )

@@ -5,7 +5,6 @@ topk.py                        tokens whose target names several classes
 statistics.py                  log-probability, entropy and other statistics of a row
 reduction.py                   from the losses of tokens to a scalar
 shards.py                      rows whose classes are spread over ranks
-support.py                     the classes that a token was sampled from
 sparse_gradient.py             which entries of a logit gradient are kept, and what values they get
 kl_div_arguments.py            the arguments of linear_kl_div
 """

@@ -26,7 +26,7 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
 class KlDivOptions(NamedTuple):
     kind: str = "forward"  # one of KINDS; or "cross_entropy", with teacher_probs
     beta: Tensor | None = None  # (), for "jsd"
-    logit_scale: Tensor | None = None  # () or (N,), as are the next three
+    logit_scale: Tensor | None = None  # (), as are the next three
     softcap: Tensor | None = None
     teacher_logit_scale: Tensor | None = None
     teacher_softcap: Tensor | None = None

@@ -18,9 +18,10 @@ from math import inf, nextafter, ulp
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
-from torch import SymFloat, Tensor
+from torch import Tensor
 
 from ..support.running import running
+from ..support.symbolic import SYMBOLIC, finite_in, known_only_when_it_runs
 from .sparse_gradient import SparseGradient
 
 # N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
@@ -73,12 +74,8 @@ def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 class LogitOptions(NamedTuple):
-    """softcap and logit_scale: one number for all tokens, or one number for each token if each token has a temperature
-    of its own.
-    """
-
-    softcap: Tensor | None = None  # () or (N,)
-    logit_scale: Tensor | None = None  # () or (N,)
+    softcap: Tensor | None = None  # ()
+    logit_scale: Tensor | None = None  # (), may get a gradient
 
 
 class Cotangents(NamedTuple):
@@ -139,6 +136,7 @@ class TokenLosses:
     loss: Any  # LossOptions
     logits: LogitOptions
     statistics: Statistics = Statistics()
+    scale_gradient: bool = False  # whether logit_scale gets a gradient
     main_grad: Tensor | None = None  # (V, D), to which grad_linear_weight is added
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient = SparseGradient()
@@ -179,6 +177,8 @@ RANGES: Ranges = {
     "softcap": ("expected softcap to be positive and finite, or None", LEAST, LARGEST),
     "teacher_softcap": ("expected teacher_softcap to be positive and finite, or None", LEAST, LARGEST),
     "temperature": ("expected temperature to be positive and finite", LEAST, LARGEST),
+    "logit_scale": ("expected logit_scale to be finite", -LARGEST, LARGEST),
+    "teacher_logit_scale": ("expected teacher_logit_scale to be finite", -LARGEST, LARGEST),
 }
 
 Number = float  # also an int, or a SymFloat as above; torch's stubs lack the product of a SymFloat and a tensor
@@ -190,14 +190,15 @@ def scalar(value: Number, like: Tensor, name: str = "a number", op: str = "") ->
     """
     dtype = accumulation_dtype(like.dtype)
     check_in_range_of(dtype, op or running.function or "flce_ops", name, value)
-    if isinstance(value, SymFloat):
+    if isinstance(value, SYMBOLIC):
         return torch.ones((), dtype=dtype, device=like.device) * value
     return torch.full((), value, dtype=dtype, device=like.device)
 
 
 def check_in_range_of(dtype: torch.dtype, op: str, name: str, value: Number) -> None:
     """Refuses a finite number that `dtype` would round to infinity. The check of a SymFloat is a guard of its graph."""
-    if torch.finfo(dtype).max < abs(value) < inf:
+    largest = torch.finfo(dtype).max
+    if not known_only_when_it_runs(value) and largest < abs(value) < inf:
         raise ValueError(f"{op}: expected {name} in the range of {dtype}, got {value}")
 
 
@@ -205,7 +206,7 @@ def scalar_unless(neutral: float, value: Number | None, like: Tensor, name: str)
     """`scalar(value)`, or None if the option has no effect because its value is `neutral`. A value that is symbolic in
     a traced graph counts as having an effect.
     """
-    if value is None or (not isinstance(value, SymFloat) and value == neutral):
+    if value is None or (not isinstance(value, SYMBOLIC) and value == neutral):
         return None
     return scalar(value, like, name)
 
@@ -216,9 +217,11 @@ def normalizer_tensor(op: str, normalizer: Tensor | Number | None, like: Tensor)
     """
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
+    dtype = accumulation_dtype(like.dtype)
+    if not finite_in(dtype, normalizer):
+        raise ValueError(f"{op}: expected normalizer in the range of {dtype}, got {normalizer}")
     if not torch.compiler.is_compiling():
         return scalar(normalizer, like, "normalizer", op)
-    check_in_range_of(accumulation_dtype(like.dtype), op, "normalizer", normalizer)
     return scalar(1.0, like) * normalizer
 
 
@@ -226,20 +229,20 @@ def logit_options(
     numbers: Any,
     like: Tensor,
     of: str = "",  # before a name in an error
+    learnt: Tensor | None = None,  # (), in place of the number logit_scale
 ) -> LogitOptions:
     """Converts LogitNumbers or LossNumbers for the inner operators. The temperature, which acts after the cap, goes
     into both options:
 
     cap tanh(scale u / cap) / tau = (cap / tau) tanh((scale / tau) u / (cap / tau))
-
-    If `token_temperature` (N,) is given, it replaces the number tau, and both options become (N,).
     """
     divisor = scalar_unless(1.0, numbers.temperature, like, "temperature")
     cap = None if numbers.softcap is None else scalar(numbers.softcap, like, f"{of}softcap")
     if divisor is None:
-        return LogitOptions(cap, scalar_unless(1.0, numbers.logit_scale, like, f"{of}logit_scale"))
+        number = scalar_unless(1.0, numbers.logit_scale, like, f"{of}logit_scale")
+        return LogitOptions(cap, number if learnt is None else learnt)
     # divides tensors: on torch 2.11 a quotient of SymFloats is a constant of the graph
-    scale = scalar(numbers.logit_scale, like, f"{of}logit_scale")
+    scale = scalar(numbers.logit_scale, like, f"{of}logit_scale") if learnt is None else learnt
     return LogitOptions(None if cap is None else cap / divisor, scale / divisor)
 
 

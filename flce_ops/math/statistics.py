@@ -155,6 +155,17 @@ def log_probs_of_rows(
     )
 
 
+def logsumexp(numbers: Tensor) -> Tensor:  # (..., K), K at least 1 -> (...)
+    """logsumexp over the last dimension, with gradient 0 where all numbers are -inf. torch.logsumexp asks whether there
+    are any numbers, which a graph cannot know of a number of tokens that depends on data.
+    """
+    largest = numbers.detach().amax(-1)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    total = (numbers - largest.unsqueeze(-1)).exp().sum(-1)
+    nothing = total == 0.0
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, total).log() + largest)
+
+
 def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor:  # (..., K) each -> (...)
     """log(1 - sum_k p_k), where the sum counts each class that a token's targets name once. 0 if they name none.
 
@@ -164,7 +175,7 @@ def tail_log_prob(log_probs: Tensor, target: Tensor, counts: Tensor) -> Tensor: 
     derivative of nan.
     """
     named = counts & ~repeats(target) & (log_probs != -torch.inf)
-    total = torch.where(named, log_probs, -torch.inf).logsumexp(-1)
+    total = logsumexp(torch.where(named, log_probs, -torch.inf))
     total = torch.where(counts.any(-1), total.clamp(max=-torch.finfo(total.dtype).eps), -torch.inf)
     small = total < -math.log(2.0)
     # the other branch's tokens get a harmless number, so that their derivative in this branch is finite

@@ -25,6 +25,8 @@ SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
+# made if the call's `scale_gradient` is True
+OF_SCALE = Result("grad_logit_scale", lambda call: (), attrgetter("scale_gradient"), None, operand="logit_scale")
 GRADIENTS = gradients("input", "linear_weight", "linear_bias")
 LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(
@@ -65,7 +67,7 @@ class Forward(Arguments, keyword_from="ignore_index"):
 
 class Backward(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_backward"
-    results = GRADIENTS
+    results = (*GRADIENTS, OF_SCALE)
 
     cotangents: Cotangents
     operands: Operands
@@ -74,6 +76,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
     logits: LogitOptions
     vocab_start: SymInt = 0
     output_mask: OutputMask
+    scale_gradient: bool = False  # whether the gradient of logit_scale is wanted
     grad_expected_log_prob: Tensor | None = None  # (N,)
     expected_log_prob: Tensor | None = None  # (N,)
     lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
@@ -87,7 +90,8 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 
     op = "linear_cross_entropy_backward_"
     results = tuple(
-        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made for made in GRADIENTS
+        made._replace(asked=lambda call: False) if made.operand == "linear_weight" else made
+        for made in Backward.results
     )
     written = "main_grad"
 
@@ -96,7 +100,7 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 
 class WithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_with_grad"
-    results = (*LOSSES, *GRADIENTS, *STATISTICS)
+    results = (*LOSSES, *GRADIENTS, *STATISTICS, OF_SCALE)
 
     operands: Operands
     reduction: Reduction
@@ -104,6 +108,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     loss: LossOptions
     logits: LogitOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
     statistics: Statistics
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
@@ -114,7 +119,7 @@ class VocabParallelWithGrad(Arguments, keyword_from="group"):
     """`weight` has the V classes of all ranks; the other operands have this rank's."""
 
     op = "linear_cross_entropy_vocab_parallel_with_grad"
-    results = WithGrad.results
+    results = (*LOSSES, *GRADIENTS, *STATISTICS)
 
     operands: Operands
     row_scale: Tensor  # (N,)
@@ -207,7 +212,7 @@ class KlDivForward(Arguments, keyword_from="options"):
 
 class KlDivBackward(Arguments, keyword_from="options"):
     op = "linear_kl_div_backward"
-    results = GRADIENTS
+    results = (*GRADIENTS, OF_SCALE)
 
     grad: Tensor  # (N,)
     operands: KlDivOperands
@@ -216,16 +221,27 @@ class KlDivBackward(Arguments, keyword_from="options"):
     student_kl: Tensor
     options: KlDivOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
+    divergence: Tensor | None = None  # (N,), of forward, for "nla"
+
+    @property
+    def logits(self) -> LogitOptions:
+        return self.options.student
 
 
 class KlDivWithGrad(Arguments, keyword_from="options"):
     op = "linear_kl_div_with_grad"
-    results = (scalar("loss"), token("divergence"), *GRADIENTS)
+    results = (scalar("loss"), token("divergence"), *GRADIENTS, OF_SCALE)
 
     operands: KlDivOperands
     row_scale: Tensor  # (N,)
     options: KlDivOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
+
+    @property
+    def logits(self) -> LogitOptions:
+        return self.options.student
 
 
 class RowOperands(NamedTuple):
@@ -242,7 +258,7 @@ class RowOperands(NamedTuple):
 class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     """A scalar loss of an objective with its own operators."""
 
-    results = (*LOSSES, *GRADIENTS, token("log_probs"))
+    results = (*LOSSES, *GRADIENTS, token("log_probs"), OF_SCALE)
 
     operands: RowOperands
     tokens: Nothing
@@ -251,6 +267,7 @@ class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
     options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
+    scale_gradient: bool = False
     batch_invariant: bool = False  # as of backward
 
 

@@ -122,9 +122,12 @@ def check_linear(
         )
         raise ValueError(f"{op}: expected {of_weight} of shape (V, D), got {tuple(weight.shape)}{hint}")
     if weight.shape[1] != input.shape[-1]:
+        hint = f"; pass {of_weight}.T" if weight.shape[0] == input.shape[-1] else ""
+        if input.dim() > 2 and input.shape[1] == weight.shape[1]:
+            hint = f"; the features come last here, not second: pass {of_input}.movedim(1, -1)"
         raise ValueError(
             f"{op}: {of_input} has {input.shape[-1]} features, but {of_weight} has shape {tuple(weight.shape)}; "
-            f"expected (V, {input.shape[-1]}), as nn.Linear's weight"
+            f"expected (V, {input.shape[-1]}), as nn.Linear's weight{hint}"
         )
     if weight.shape[0] < classes_at_least:
         raise ValueError(f"{op}: expected {of_weight} with at least one class, got {tuple(weight.shape)}")

@@ -5,6 +5,7 @@ import torch
 from ..math.kl_div_arguments import TEACHER, KlDivOperands
 from ..objectives.divergence import KINDS
 from ..support.holes import refuse_hole
+from ..support.symbolic import same_shape
 from .checks import check_linear
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
@@ -23,7 +24,7 @@ def check_teacher(op: str, operands: KlDivOperands) -> None:
                 "probabilities or the pair that makes them, not both"
             )
         expected = (*input.shape[:-1], classes)
-        if operands.teacher_probs.shape != expected:
+        if not same_shape(operands.teacher_probs.shape, expected):
             raise ValueError(
                 f"{op}: expected teacher_probs of shape {tuple(expected)}, a probability for each token of input and "
                 f"row of linear_weight, got {tuple(operands.teacher_probs.shape)}"
@@ -36,7 +37,7 @@ def check_teacher(op: str, operands: KlDivOperands) -> None:
         raise ValueError(
             f"{op}: expected teacher_input and teacher_weight, or teacher_probs; got {' and '.join(given) or 'neither'}"
         )
-    if teacher_input.shape[:-1] != input.shape[:-1] or teacher_input.dim() < 1:
+    if teacher_input.dim() < 1 or not same_shape(teacher_input.shape[:-1], input.shape[:-1]):
         raise ValueError(
             f"{op}: expected teacher_input of shape {tuple(input.shape[:-1])} + (E,), with the tokens of input "
             f"{tuple(input.shape)}, got {tuple(teacher_input.shape)}"

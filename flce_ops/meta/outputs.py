@@ -13,10 +13,11 @@ from ..math.options import accumulation_dtype
 from .call import Result
 from .shapes import check_shapes
 
-# N tokens, K classes of a target, D hidden, V vocabulary, r rank of a low-rank pair
+# N tokens, K classes of a target, D hidden, V vocabulary
 
 Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
-Gradients = tuple[Tensor, Tensor, Tensor]  # of input (N, D), linear_weight (V, D), linear_bias (V,); (0,) if not wanted
+# of input (N, D), linear_weight (V, D), linear_bias (V,) and logit_scale (); (0,) if not wanted
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def outputs(call: Any) -> Any:
@@ -33,7 +34,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
     tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
     for _, shape, asked, _, dtype, operand in results:
         like, size = first, tokens
-        if operand:
+        if operand in operands._fields:
             of = getattr(operands, operand)
             # grad_linear_bias has this shape even without a linear_bias
             like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)

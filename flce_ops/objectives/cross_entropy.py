@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import LogitNumbers, OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
+from ..math.options import LARGEST, LogitNumbers, OptionalScalar, Ranges, Scalar, TokenLosses, numbers_of, scalar_unless
 from ..math.reduction import class_weight_of
 from ..math.statistics import Rows, surprisal
 from .row import RowFunction, RowObjective, constant, number, times
@@ -36,6 +36,7 @@ class LossNumbers(NamedTuple):
 
 RANGES: Ranges = {
     "label_smoothing": ("expected label_smoothing in [0, 1]", 0.0, 1.0),
+    "z_loss": ("expected z_loss to be finite", -LARGEST, LARGEST),
 }
 
 

@@ -8,7 +8,8 @@ Sums run over the classes of a row, with 0 log 0 = 0. G is the gradient by the s
     "jsd"       m = beta p + (1 - beta) q
                 beta KL(p || m) + (1 - beta) KL(q || m)        G = (1 - beta) q (log q - log m - K)     K = KL(q || m)
     "tv"        sum |p - q| / 2                                G = q (K - d)         d = [q < p], K = sum q d
-    "nla"       -log sum min(p, q), the acceptance rate        G = q (K - d) / sum min(p, q)
+    "nla"       -log sum min(p, q), the acceptance rate        G = q S - d e^(min(log q, log p) + loss)
+                                                               S = sum d min(p, q) / sum min(p, q)
     "cross_entropy"   -sum p log q, of class probabilities     G = q sum p - p
 
 For "jsd", the derivative of both terms by q_j is (1 - beta) (log q_j - log m_j), because the derivatives through m
@@ -18,7 +19,8 @@ add up to 1, as in a truncated top-k.
 Where p_j = q_j, total variation has a kink. There d is 1/2, the middle of its subgradients. "tv" and "nla" share d,
 because min(p, q) = (p + q - |p - q|) / 2. The derivative of |p - q| / 2 is sign(q - p) / 2, and -d is that minus 1/2:
 a constant of the row does not change G. With this constant, K - d loses no digits to cancellation if the acceptance
-rate is near 0.
+rate is near 0. "nla" compares logarithms and sums e^(min(log q, log p) - shift), with a shift of the row: its rate may
+be e^-1000, as both models' probabilities may be where the other is sure. The shift is 0 unless the rate is near 0.
 
 Logarithms, their differences, d and K are in nats in ATen, and in base 2 in a kernel. K is divided by the sum of the
 stored, rounded q. Without this, G would have an error of 1e-6 K in rows where the exact G is 0. These are rows where
@@ -36,6 +38,8 @@ from .row import RowFunction, log, where
 
 Kind = Literal["forward", "reverse", "jsd", "tv", "nla"]  # the kinds that linear_kl_div takes
 KINDS = get_args(Kind)
+# A row is shifted if all its logarithms of min(p, q) are below this: the sum keeps its digits down to e^-87.
+LEAST_UNSHIFTED = -60.0
 
 
 def once(function: Callable) -> Callable:
@@ -96,12 +100,14 @@ class Divergence:
 
     of_student: ClassVar[bool] = True  # K is a sum over the student's distribution q
     of_given_p: ClassVar[bool] = False  # entry functions get p in place of log p
+    # of_entry gets a shift in place of beta, and the last of the row's sums is not a sum but the shift
+    shifted: ClassVar[bool] = False
     sums: ClassVar[int] = 2
     matrices: ClassVar[int] = 3  # matrices of a chunk's size that exist at once in ATen, including log q and log p
     of_entry: ClassVar[EntryFunction]
     of_sums: ClassVar[EntryFunction]  # returns the divergence in nats, and the row's K, which G subtracts
-    gradient: ClassVar[EntryFunction]
-    scale_of_sums: ClassVar[EntryFunction | None] = None  # a factor of G, e^divergence; None for 1
+    gradient: ClassVar[EntryFunction]  # gets K, or for a shifted kind the pair of S and the logarithm of the divergence
+    offset_of_sums: ClassVar[EntryFunction | None] = None  # the divergence in the unit of log q, for a shifted kind
 
 
 class ForwardKL(Divergence):
@@ -198,21 +204,31 @@ class TotalVariation(Divergence):
         return q * (nats(number) - below(q, exp(log_p))) * scale
 
 
-class NegativeLogAcceptance(TotalVariation):
+class NegativeLogAcceptance(Divergence):
+    """K is S. Two logarithms of -inf have no difference, and no part in the sums."""
+
+    shifted, sums, matrices = True, 4, 4
+
     @EntryFunction
-    def of_entry(log_q, log_p, beta):
-        q, p = exp(log_q), exp(log_p)
-        return minimum(q, p), below(q, p) * q, q
+    def of_entry(log_q, log_p, shift):
+        least = exp(minimum(log_q, log_p) - shift)
+        return least, where(least == 0.0, 0.0, below(log_q, log_p) * least), exp(log_q)
 
     @EntryFunction
     def of_sums(sums, beta):
-        overlap, number, mass = sums
-        return -log(overlap / mass), number / nats(mass)
+        overlap, number, mass, shift = sums
+        return -log(overlap / mass) - nats(shift), number / nats(overlap)
 
     @EntryFunction
-    def scale_of_sums(sums):
-        overlap, _, mass = sums
-        return mass / overlap
+    def offset_of_sums(sums):
+        overlap, _, mass, shift = sums
+        return log(mass / overlap) / nats(1.0) - shift
+
+    @EntryFunction
+    def gradient(log_q, log_p, number, scale, beta):
+        share, offset = number
+        least = exp(minimum(log_q, log_p) + offset)
+        return (exp(log_q) * nats(share) - where(least == 0.0, 0.0, below(log_q, log_p) * least)) * scale
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from ..math.options import OptionalScalar, Ranges, Scalar, scalar, scalar_unless
+from ..math.options import LARGEST, OptionalScalar, Ranges, Scalar, scalar, scalar_unless
 from .row import RowFunction, RowObjective, clamp, constant, exp, expm1, number, of_tokens, where
 
 # N tokens, D hidden, V vocabulary
@@ -40,6 +40,7 @@ RANGES: Ranges = {
     "clip_low": ("expected clip_low, below the ratio 1, not to be negative", 0.0, inf),
     "clip_high": ("expected clip_high, above the ratio 1, not to be negative", 0.0, inf),
     "dual_clip": ("expected dual_clip to be greater than 1 or None", nextafter(1.0, inf), inf),
+    "beta": ("expected beta to be finite", -LARGEST, LARGEST),
 }
 
 

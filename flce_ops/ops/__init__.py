@@ -8,6 +8,7 @@ function.py                      the base class of every operator's derivative
     made_in_forward.py           the derivative of a scalar loss whose gradients forward makes
     with_grad_autograd.py        such losses of a head, and their gradients under create_graph
     kl_div_autograd.py, cross_entropy_autograd.py
+    second_order.py              the derivative of a backward operator: the dense formula in ATen
 autocast.py, flops.py            kernels on autocast's keys; formulas for torch.utils.flop_counter
 """
 

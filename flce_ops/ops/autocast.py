@@ -9,14 +9,17 @@ from torch import Tensor
 from ..math.kl_div_arguments import TEACHER
 from ..meta.call import Arguments
 from ..meta.checks import is_dense
-from ..support.torch_private import without_autocast
 
 OPERANDS = {"input", "linear_weight", "linear_bias", *TEACHER[:3]}
 
 
+def autocast_is_on(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts the operands as autocast does for F.linear: floating tensors, but not float64 ones, to autocast's dtype."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not autocast_is_on(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
@@ -34,21 +37,25 @@ def autocast_call(call: Any) -> None:
     vars(call).update(zip(operands, autocast_operands(device_type, *operands.values())))
 
 
-def autocast_kernel(op: torch._ops.OpOverload, arguments: type[Arguments], device_type: str) -> Callable:
+def autocast_kernel(op: Any, arguments: type[Arguments], device_type: str) -> Callable:
     """An autocast kernel: casts the operands, and switches autocast off for the products inside.
 
     Backward operators and operators of given logits cast nothing: backward gets the operands that forward used, and
     given logits keep the caller's dtype.
     """
     casts = [index for name, index in arguments.index.items() if name in OPERANDS]
-    if "_backward" in op._schema.name:
+    if "_backward" in op.name():
         casts = []
 
     def run(*args, **kwargs):
         values = arguments.values_of(args, kwargs)
         for index, operand in zip(casts, autocast_operands(device_type, *(values[index] for index in casts))):
             values[index] = operand
-        with without_autocast(device_type):
+        on = torch.is_autocast_enabled(device_type)  # an operator may be called on this key with autocast off
+        torch.set_autocast_enabled(device_type, False)  # torch.autocast would take 10 us
+        try:
             return arguments.run(op, values)
+        finally:
+            torch.set_autocast_enabled(device_type, on)
 
     return run

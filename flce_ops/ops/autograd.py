@@ -9,9 +9,8 @@ backward           saves its arguments                                       <- 
 """
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
-from .._ops import ops
 from ..math.options import Cotangents
 from ..meta.arguments import (
     Backward,
@@ -22,15 +21,8 @@ from ..support.holes import refuse_hole
 from ..support.torch_private import (
     differentiated,
     runs_in_this_backward,
-    save_without_version_check,
-    traced_input,
 )
-from .function import (
-    OPERANDS,
-    OperatorFunction,
-    wanted,
-    where_wanted,
-)
+from .function import OperatorFunction, wanted, where_wanted
 from .paths import saved_rows
 from .second_order import second_derivatives
 
@@ -39,20 +31,21 @@ from .second_order import second_derivatives
 
 class ForwardFunction(OperatorFunction):
     arguments = Forward
+    learns = ("logit_scale",)
     with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
 
     @classmethod
     def with_gradient(cls, values):
         retain = Forward.index["retain"]
-        values[retain] = values[retain] or saved_rows(Forward.of(values))
+        if not saves_logits(values[retain]):
+            values[retain] = saved_rows(Forward.of(values))
 
     @classmethod
     def for_backward(cls, ctx, call, results):
         _, lse, _, expected_log_prob, *_, lse_rest, retained = results
         # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
         ctx.main_grad, call.main_grad = call.main_grad, None
-        ctx.traced = None if ctx.main_grad is None else traced_input(ctx.main_grad)
-        return lse, expected_log_prob, lse_rest, *([retained] if call.retain else [])
+        return lse, expected_log_prob, lse_rest, *([retained] if saves_logits(call.retain) else [])
 
     @classmethod
     def gradients(cls, ctx, call, saved, *cotangents):
@@ -64,20 +57,19 @@ class ForwardFunction(OperatorFunction):
             expected_log_prob = None
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             lse, expected_log_prob = finite_rows(lse, expected_log_prob)
-        mask = wanted(ctx, Forward, *OPERANDS)
+        *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
             # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        if ctx.traced is not None:  # by now the whole forward graph has been traced
-            save_without_version_check(ctx.traced, ops.linear_cross_entropy_forward.default)
         gradients = backward.like(
             call,
             cotangents=Cotangents(*of_loss),
             lse=lse,
             output_mask=mask,
+            scale_gradient=scale_gradient,
             grad_expected_log_prob=grad_expected_log_prob,
             expected_log_prob=expected_log_prob,
             lse_rest=lse_rest,
@@ -86,7 +78,14 @@ class ForwardFunction(OperatorFunction):
         ).dispatched()
         if into:
             mask[1] = False
-        return where_wanted(gradients, mask)
+        return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
+
+
+def saves_logits(retain: int | SymInt) -> bool:
+    """A symbolic number of rows is not compared with 0. The comparison would be a guard, which a number that depends on
+    data cannot have. Backward takes saved logits of no row, too.
+    """
+    return isinstance(retain, SymInt) or retain > 0
 
 
 def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard
@@ -103,7 +102,8 @@ def finite_rows(lse: Tensor, expected_log_prob: Tensor | None) -> tuple[Tensor, 
 
 class BackwardFunction(OperatorFunction):
     arguments = Backward
-    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias")
+    learns = ("logit_scale",)
+    with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias", "grad_logit_scale")
 
     @classmethod
     def for_backward(cls, ctx, call, results):

@@ -1,8 +1,7 @@
 """The facts of a call that the tables of paths.py read. None of them is data on a device.
 
 facts_of          -> an inner operator's call
-loss_facts        -> a scalar loss, before its operator is known; pair_facts: with a low-rank pair;
-                     given_logits_facts: of given logits
+loss_facts        -> a scalar loss, before its operator is known; given_logits_facts: of given logits
 """
 
 from collections.abc import Sequence
@@ -89,7 +88,7 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
     """The facts of a scalar loss of these logits. `logits` may be a view that covers another tensor completely."""
     root = root_of(logits)
-    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel() > 0
+    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel()
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
     # if the gradient is retained, it would be retained on the tensor that overwrites the logits
     leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)

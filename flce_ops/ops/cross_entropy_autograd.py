@@ -5,7 +5,7 @@
     with_grad          saves the gradient made in the same pass               <- that gradient times one scalar
     with_grad_         saves the same gradient, which overwrote the logits
 
-Notation of flce_ops/aten/second_order.py, with H the cotangent of G = d f'. The derivatives of the backward operator
+Notation of flce_ops/aten/logits.py, with H the cotangent of G = d f'. The derivatives of the backward operator
 are
 
     z' = f' H     lse' = sum_j p z'     dL/da = z'_y     dL/dl = lse'     dL/dm = sum_j w z'
@@ -22,9 +22,9 @@ from ..math.options import Cotangents
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ..support.holes import refuse_hole
 from ..support.running import running
-from ..support.torch_private import functorch_is_active, root_of
+from ..support.torch_private import functorch_is_active, has_hooks, root_of
 from .function import OperatorFunction, save
-from .made_in_forward import MadeInForward
+from .made_in_forward import MadeInForward, gradients_of_loss
 from .second_order import second_derivatives
 
 # N tokens, V vocabulary
@@ -111,14 +111,14 @@ class WithGradInPlaceFunction(WithGradFunction):
     @classmethod
     def forward(cls, logits, target, *others):
         *others, root = others
-        logits = root.view(target.shape[0], root.numel() // target.shape[0])
+        logits = root.view(logits.shape)
         return *super().forward(logits, target, *others), root
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
         _, losses, argmax, grad_logits = output
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.handed_over = running.function, None
+        ctx.function, ctx.handed_over, ctx.shape = running.function, None, inputs[0].shape
         leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
         ctx.mark_dirty(grad_logits)
         ctx.differentiable = [True, False, False]
@@ -126,17 +126,24 @@ class WithGradInPlaceFunction(WithGradFunction):
         save(ctx, without_values(cls.arguments, leaf), losses, grad_logits)
 
     @classmethod
-    def backward(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
+    def check_cotangents(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
         if grad_of_gradient is not None:
             raise RuntimeError(USED_AFTERWARDS)
         if ctx.handed_over is not None and asked_since(*ctx.handed_over):
             raise RuntimeError(ASKED_AFTERWARDS)
-        return *super().backward(ctx, grad_loss), None
+
+    @classmethod
+    def gradients_beside(cls, ctx):
+        """None for the root. Compiled autograd adds the gradients of the root and of its view, and cannot add None."""
+        if isinstance(ctx, torch.autograd.function.BackwardCFunction):
+            return (None,)
+        grad_logits = ctx.saved_tensors[-1]
+        return (grad_logits.new_zeros(()).expand(grad_logits.shape),)
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *_):
         losses, made = saved  # `made` has the root's shape
-        return super().gradients(ctx, call, (losses, made.detach().reshape(losses.shape[0], -1)), grad_loss)
+        return gradients_of_loss(cls, ctx, call, (losses, made.detach().view(ctx.shape)), grad_loss)
 
 
 def without_values(arguments: type[LogitsWithGrad], leaf: Tensor | None) -> LogitsWithGrad:
@@ -154,7 +161,7 @@ def gradient_readers(logits: Tensor) -> tuple[bool, bool]:
     """Whether retain_grad() was called and whether a hook was set. A tensor that has a hook already gets further hooks
     on the same operation.
     """
-    return logits.retains_grad, bool(logits._backward_hooks)
+    return logits.retains_grad, has_hooks(logits)
 
 
 def asked_since(reference: Callable, before: tuple[bool, bool]) -> bool:

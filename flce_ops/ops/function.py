@@ -53,6 +53,7 @@ class OperatorFunction(Function):
     function: ClassVar[str] = "linear_cross_entropy"  # named in errors if the operator itself is called
     reverse_modes: ClassVar[str] = "grad, jacrev, and jacrev of jacrev for a Hessian"
     with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
+    learns: ClassVar[tuple[str, ...]] = ()  # options that get a gradient
 
     # indices of `with_derivative`, each with what says whether a call requests the result
     derivatives: ClassVar[list[tuple[int, Callable | None]]]
@@ -61,6 +62,7 @@ class OperatorFunction(Function):
         if hasattr(cls, "arguments"):
             named, names = enumerate(cls.arguments.results), cls.with_derivative
             cls.derivatives = [(index, result.asked) for index, result in named if result.name in names]
+            cls.backward = staticmethod(cls.backward_function())  # type: ignore[assignment]
 
     @classmethod
     def called(cls) -> str:
@@ -68,8 +70,17 @@ class OperatorFunction(Function):
         return running.function or cls.function
 
     @classmethod
-    def check(cls, op: torch._ops.OpOverload, values: list) -> None:
+    def check(cls, op: Any, values: list) -> None:
         """Raises the operator's own errors."""
+
+    @classmethod
+    def check_cotangents(cls, ctx, *cotangents: Tensor | None) -> None:
+        """Raises an error for gradients of results that must have none."""
+
+    @classmethod
+    def gradients_beside(cls, ctx) -> tuple[Tensor | None, ...]:
+        """The gradients of the arguments that `apply` takes beside the operator's."""
+        return ()
 
     @classmethod
     def with_gradient(cls, values: list) -> None:
@@ -112,17 +123,31 @@ class OperatorFunction(Function):
         save(ctx, call, *saved)
 
     @classmethod
-    def backward(cls, ctx, *cotangents):
+    def backward_function(cls) -> Callable:
+        """The function that autograd calls. Compiled autograd takes no method."""
+
+        def backward(ctx, *cotangents):
+            return cls.of_cotangents(ctx, *cotangents)
+
+        return backward
+
+    @classmethod
+    def of_cotangents(cls, ctx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of all arguments of `apply`, None for those without one. Compiled autograd traces this method,
+        and what it calls; Dynamo cannot trace super() in a Function's class method.
+        """
+        cls.check_cotangents(ctx, *cotangents)
         given, asked = [], False
         for cotangent, has in zip(cotangents, ctx.differentiable):
             given.append(cotangent if has else None)
             asked = asked or given[-1] is not None
         if not asked:
-            return cls.arguments.gradients()
+            return (*cls.arguments.gradients(), *cls.gradients_beside(ctx))
         call, saved = restore(ctx, cls.arguments)
         outer, running.function = running.function, ctx.function
         try:
-            return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+            found = cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+            return (*found, *cls.gradients_beside(ctx))
         finally:
             running.function = outer
 
@@ -141,11 +166,10 @@ class OperatorFunction(Function):
         return vmap_by_loop(cls, info.batch_size, in_dims, args)
 
     @classmethod
-    def kernel(cls, op: torch._ops.OpOverload) -> Callable:
+    def kernel(cls, op: Any) -> Callable:
         """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
         arguments = cls.arguments
-        # gradients of numbers go through flce_ops/entry/token_temperature.py and row_scale instead
-        constants = (*NUMBERS, *CONSTANTS, *arguments.constants)
+        constants = {*NUMBERS, *CONSTANTS, *arguments.constants} - {*cls.learns}
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
         def run(*args, **kwargs):
@@ -159,7 +183,7 @@ class OperatorFunction(Function):
                 cls.refuse_forward_mode()
             for index, name in numbers:
                 if values[index] is not None and values[index].requires_grad and grad_enabled:
-                    refuse_hole(op._schema.name, "number", name=name)
+                    refuse_hole(op.name(), "number", name=name)
             cls.check(op, values)
             if functorch:
                 return cls.apply(*values)
@@ -184,10 +208,25 @@ def save(ctx, call: Arguments, *results: Tensor) -> None:
 
 
 def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
-    values, saved = list(ctx.constants), ctx.saved_tensors
+    values, saved = list(ctx.constants), saved_tensors(ctx)
     for index, tensor in zip(arguments.tensors, saved):
         values[index] = tensor
     return arguments.of(values), saved[len(arguments.tensors) :]
+
+
+def saved_tensors(ctx) -> tuple[Tensor, ...]:
+    """The saved tensors. If one is an output of unbind, as the heads of a K-dimensional loss are, torch's error for an
+    in-place change says only that the output is a view.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "is a view and its base or another view of its base" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{ctx.function or 'flce_ops'}: one of the variables needed for gradient computation has been modified by "
+            "an inplace operation since the loss was computed; change a clone of it, or change it after backward"
+        ) from error
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
@@ -206,7 +245,7 @@ class WithoutDerivative(OperatorFunction):
         ctx.function = running.function
 
     @classmethod
-    def backward(cls, ctx, *_):
+    def of_cotangents(cls, ctx, *_):
         refuse_hole(ctx.function or cls.function, cls.second_derivative)
 
 

@@ -11,7 +11,7 @@ from ..math.kl_div_arguments import TEACHER
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.kl_div_checks import check_no_teacher_gradient
 from ..objectives.divergence import DIVERGENCES
-from .function import OPERANDS, OperatorFunction, WithoutDerivative, wanted, where_wanted
+from .function import OperatorFunction, WithoutDerivative, wanted, where_wanted
 from .made_in_forward import MadeInForward
 
 # N tokens, D hidden, V vocabulary
@@ -19,6 +19,7 @@ from .made_in_forward import MadeInForward
 
 class KlDivFunction(OperatorFunction):
     function = "linear_kl_div"
+    learns = ("logit_scale",)
     reverse_modes = "grad, jacrev"
 
     @classmethod
@@ -33,18 +34,17 @@ class ForwardFunction(KlDivFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        # where G has the factor e^divergence, backward multiplies it into the cotangent
-        return results[DIVERGENCES[call.options.kind].scale_of_sums is None :]
+        return results[not DIVERGENCES[call.options.kind].shifted :]
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_divergence, *_):
-        mask = wanted(ctx, KlDivForward, *OPERANDS)
+        *mask, scale_gradient = wanted(ctx, KlDivForward, *KlDivBackward.made)
         *divergence, shift, teacher_shift, student_kl = saved
-        if divergence:
-            grad_divergence = grad_divergence * divergence[0].exp()
         rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
-        gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, output_mask=mask).dispatched()
-        return where_wanted(gradients, mask)
+        rows["divergence"] = divergence[0] if divergence else None
+        asked = {"output_mask": mask, "scale_gradient": scale_gradient}
+        gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, **asked).dispatched()
+        return where_wanted(gradients, [*mask, scale_gradient], KlDivBackward.made)
 
 
 class BackwardFunction(WithoutDerivative, KlDivFunction):

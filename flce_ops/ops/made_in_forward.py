@@ -71,6 +71,21 @@ def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
             grad.mul_(factor)
 
 
+def gradients_of_loss(
+    function: type["MadeInForward"],
+    ctx,
+    call: Any,
+    saved: Sequence[Tensor],  # the losses, and the gradients that forward made
+    grad_loss: Tensor | None,
+    *others: Tensor | None,
+) -> dict[str, Tensor | None]:
+    made = function.arguments.made
+    *needs, needs_row_scale = wanted(ctx, function.arguments, *made, "row_scale")
+    found, losses = function.times(call, saved, needs, grad_loss, *others)
+    grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+    return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
+
+
 class MadeInForward(OperatorFunction):
     """For an operator that returns loss, losses (N,), the gradients, and constants. Only the loss has a derivative."""
 
@@ -85,15 +100,12 @@ class MadeInForward(OperatorFunction):
 
     @classmethod
     def for_backward(cls, ctx, call, results):
-        return results[1 : 2 + len(cls.arguments.made)]
+        made = [result for result, kind in zip(results, cls.arguments.results) if kind.operand]
+        return results[1], *made
 
     @classmethod
     def gradients(cls, ctx, call, saved, grad_loss, *others):
-        made = cls.arguments.made
-        *needs, needs_row_scale = wanted(ctx, cls.arguments, *made, "row_scale")
-        found, losses = cls.times(call, saved, needs, grad_loss, *others)
-        grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
-        return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
+        return gradients_of_loss(cls, ctx, call, saved, grad_loss, *others)
 
     @classmethod
     def times(
@@ -109,6 +121,7 @@ class MadeInForward(OperatorFunction):
             # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in memory
             # anyway, but a compiled graph would have to save input
             if need:
-                leaf = getattr(call.operands, name)
-        mask = [of_forward and need for of_forward, need in zip(call.output_mask, needs)]
+                leaf = getattr(call.operands, name, leaf)
+        of_forward = (*call.output_mask, vars(call).get("scale_gradient", False))
+        mask = [made and need for made, need in zip(of_forward, needs)]
         return multiply_by_grad_output(gradients, mask, grad_loss, leaf), losses

@@ -6,9 +6,8 @@
     facts -> conditions, by name -> path -> ".module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
-A condition reads CallFacts (call_facts.py), never data on a device. flce_ops.explain prints the tables for given
-arguments, docs/paths.md shows them, and the planner uses them. A table in triton/steps/chunking.py says how Triton
-divides the tokens.
+A condition reads CallFacts (call_facts.py), never data on a device. docs/paths.md shows the tables. How
+Triton divides the tokens is in triton/steps/chunking.py.
 """
 
 import functools
@@ -200,7 +199,10 @@ def choice_of(op: str, facts: CallFacts) -> Choice:
 def function(kernel: str) -> Callable:
     module, name = kernel.split(":")
     found = getattr(importlib.import_module(module, PACKAGE), name)
-    return getattr(found, "of_call", found)
+    run = getattr(found, "of_call", found)
+    if not module.startswith(".triton"):
+        return run
+    return importlib.import_module(".triton.first_call", PACKAGE).compiled_first(run)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, LogitOptions, accumulation_dtype
+from ..math.options import Cotangents, accumulation_dtype
 from ..math.shards import target_columns
 
 # N tokens, D hidden, V vocabulary
@@ -25,7 +25,8 @@ def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[s
     cotangents = dict(zip(COTANGENTS, (*call.cotangents, vars(call).get("grad_expected_log_prob"))))
     cotangents = {name: tensor for name, tensor in cotangents.items() if tensor is not None}
     along = {name: tensor for name, tensor in zip(call.made, grad_grads) if tensor is not None}
-    leaves = {name: getattr(call.operands, name) for name in call.made} | cotangents
+    given = call.operands._asdict() | call.logits._asdict()
+    leaves = {name: given[name] for name in call.made} | cotangents
     fixed = {name: leaf for name, leaf in leaves.items() if leaf is not None}
 
     def gradients(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = torch.nn.functional.linear(
             rows, operands["linear_weight"].to(dtype), None if bias is None else bias.to(dtype)
         )
-    z = capped(rows, call.logits)
+    z = capped(rows, call.logits.softcap, operands.get("logit_scale", call.logits.logit_scale))
     # a bias of -inf may switch off all classes of one shard
     z = torch.where((z == -torch.inf).all(1, keepdim=True), 0.0, z)
     # exp(z - lse) would lose the digits of an offset of the row
@@ -77,7 +78,9 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def capped(u: Tensor, options: LogitOptions) -> Tensor:
-    softcap, logit_scale = options
-    z = u if logit_scale is None else logit_scale * u
+def capped(u: Tensor, softcap: Tensor | None, logit_scale: Tensor | None) -> Tensor:
+    z = u
+    if logit_scale is not None:
+        off = u == -torch.inf  # the derivative by the scale is 0 there, not 0 times -inf
+        z = torch.where(off, u, logit_scale * torch.where(off, 0.0, u))
     return z if softcap is None else softcap * torch.tanh(z / softcap)

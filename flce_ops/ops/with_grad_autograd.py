@@ -1,12 +1,6 @@
 """The derivatives of the scalar losses of a head, and how their gradients are made under create_graph.
 
-linear_cross_entropy, policy losses   under create_graph, from the operators that have derivatives
-a frozen head with a low-rank pair    linear_weight is a constant
-    with an output_mask     forward makes the gradients
-    with an empty mask      backward runs the operator again, with row_scale as the slopes of the tokens' losses. So the
-                            losses may get a gradient, too.
-    under create_graph      as for linear_cross_entropy, with the pair as more features of input and of a copy of
-                            linear_weight
+Forward makes the gradients. Under create_graph they are made again, by the operators that have derivatives.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +24,7 @@ from .made_in_forward import MadeInForward
 
 class WithGradFunction(MadeInForward):
     arguments = WithGrad
+    learns = ("logit_scale",)
 
     @classmethod
     def made_again(cls, call, grad_loss):
@@ -39,6 +34,7 @@ class WithGradFunction(MadeInForward):
 
 
 class RowLossFunction(MadeInForward):
+    learns = ("logit_scale",)
     reverse_modes = "grad, jacrev"
 
     @classmethod
@@ -59,7 +55,7 @@ ROW_LOSS_FUNCTIONS = tuple(
 
 def differentiable_gradients(
     call: WithGrad | RowLossWithGrad, grad_loss: Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients, multiplied by grad_loss, and the losses of tokens, as functions of the operands.
 
     Computed by the operators that have derivatives, not by torch.autograd.grad on the operands: the operands carry the
@@ -73,7 +69,7 @@ def differentiable_gradients(
 
 def recomputed_step(
     call: WithGrad | RowLossWithGrad, forward: Callable, backward: Callable, grad_loss: Tensor | None = None
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Sequence[Tensor | None]]:
+) -> tuple[tuple[Tensor, ...], Tensor, Sequence[Tensor | None]]:
     """Runs the forward and backward operators. Returns the gradients, multiplied by grad_loss, the losses, and the
     other per-token results.
     """

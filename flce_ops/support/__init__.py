@@ -3,13 +3,14 @@
 workspace.py              how much memory a call may use beside its results
 table.py, path.py         a table of paths; which path ran and why
 running.py                the operator call that this thread runs
+symbolic.py               sizes and numbers that a compiled graph learns when it runs
 integers.py               quotients and powers of 2 of sizes
 target_range.py           a class index outside the vocabulary is an error
 holes.py                  what is not implemented, with the error texts
 exchange.py               collectives inside an operator
-rank_check.py             finds DTensors among the arguments, and (FLCE_CHECK_RANKS=1) what differs between their ranks
+dtensors.py               finds DTensors among the arguments
 versions.py               the oldest torch and Triton; older ones are refused by name
-vendor.py                 the GPU's vendor; the GPU for which kernels are compiled ahead
+vendor.py                 the GPU's vendor, and what kernels depend on of its properties
 torch_private.py          every private name of torch that is used
 compile_cache.py          torch.compile's caches, keyed by this package's code
 """

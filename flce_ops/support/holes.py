@@ -43,12 +43,12 @@ HOLES = {
     "option of probabilities": "{name} is not implemented for a target of class probabilities{instead}",
     "acc_dtype": "options.acc_dtype={given} is not implemented for input in {dtype}, whose sums are kept in "
     "{expected}; pass acc_dtype=None",
-    "acc_policy": "options.acc_policy='accurate' is not implemented for input in {dtype}: what the gradient GEMMs "
-    "read is rounded to it; pass 'auto', or operands in float32",
+    "accurate main_grad": "options.acc_policy='accurate' is not implemented with main_grad for {dtype} on a CPU, where "
+    "it multiplies a float32 copy of linear_weight; leave one of them out",
     # DTensors
     "vocab_size of DTensors": "vocab_size={vocab_size} with DTensors is not implemented, as rows would move between "
     "ranks; give the padding a bias of -inf in both models, or distribute weight[:vocab_size]",
-    "scale of DTensors": "a tensor as {name} is not implemented beside DTensors; pass a number, or multiply the "
+    "scale of DTensors": "a DTensor as {name} is not implemented; pass a plain tensor or a number, or multiply the "
     "hidden states by it before the head",
     "shift over ranks": "shift=True needs the label of the next position, which another rank may hold: target is "
     "{layout}; pass the labels of whole sequences, as a plain tensor that is the same on every rank or as a DTensor "

@@ -4,42 +4,30 @@ PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py`
 a torch release drops a name, that test fails first, with the name in the message.
 """
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
 from torch.autograd import forward_ad
-from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 # A context in which a call skips the autograd keys. An Autograd kernel uses it to call the kernel below.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
+# Collectives inside an operator, which a tracer records. torch.distributed's own write to their argument.
+collectives = torch.ops._c10d_functional
+
+# An assert on sizes and numbers, which a compiled graph makes when it runs if the condition depends on data.
+assert_when_it_runs = torch._check
+
 # True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
 functorch_is_active = torch._C._are_functorch_transforms_active
-
-# True if autocast is on for some device.
-autocast_is_active = torch._C._is_any_autocast_enabled
 
 # True for the batches of torch.autograd.grad(is_grads_batched=True), which runs its own vmap.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # True when the running backward was asked to retain its graph, so that saved tensors may be read again.
 graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def without_autocast(device_type: str):
-    """A context in which a call skips the autocast key. An autocast kernel uses it to call the kernel below."""
-    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device_type]
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
-
-
-def current_stream(device: int) -> int:
-    """The handle of the current stream. torch.cuda.current_stream makes an object of it first."""
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def forward_mode_is_active() -> bool:
@@ -85,7 +73,7 @@ def saved_tensor_hooks_are_active() -> bool:
 
 def tracing_a_checkpointed_region() -> bool:
     """True while AOTAutograd traces the body of a `torch.utils.checkpoint` call that Dynamo captured."""
-    return torch.fx.traceback.current_meta.get("recompute") is not None
+    return torch.fx.traceback.get_current_meta().get("recompute") is not None
 
 
 def runs_in_this_backward(node) -> bool:
@@ -111,38 +99,6 @@ def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "torch::autograd::Error"
 
 
-def traced_input(tensor: torch.Tensor) -> Node | None:
-    """The node of AOTAutograd's graph for the input that `tensor` is, or is a view of. None if nothing is traced."""
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(tensor, FunctionalTensor):
-        return None
-    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
-    node: Any = None if slot is None else slot.proxy.node
-    while node is not None and is_view(node):
-        node = node.args[0]
-    return node
-
-
-def save_without_version_check(node: Node, op: torch._ops.OpOverload) -> None:
-    """Makes a compiled graph keep an input for backward as `ctx.tensor = tensor` does, if only `op` reads it.
-
-    Otherwise backward refuses a tensor that the graph saved if something has written to it since forward.
-    """
-    aten = torch.ops.aten
-    shape_reads = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
-    same_memory = [node]
-    for tensor in same_memory:
-        same_memory += [user for user in tensor.users if is_view(user)]
-    readers = {user.target for tensor in same_memory for user in tensor.users if not is_view(user)}
-    if node.op == "placeholder" and readers <= {op, *shape_reads}:
-        for tensor in same_memory:
-            tensor.meta["saved_tensor_with_no_vc_check"] = True
-
-
-def is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fails with `message` if the 0-d bool tensor is False. On CUDA this is a device-side assert, without a host
     synchronisation.
@@ -162,23 +118,17 @@ def check_value(holds: torch.Tensor, message: str) -> None:
     # under vmap, a tensor can neither be read nor asserted
     while not compiling and torch._C._functorch.is_functorch_wrapped_tensor(holds):
         holds = torch._C._functorch.get_unwrapped(holds)
-    if compiling or holds.device.type == "cuda" or torch._C._len_torch_dispatch_stack():
-        assert_on_device(holds.all(), message)
-    elif not bool(holds.all()):
+    holds = holds.all()
+    if compiling or holds.device.type == "cuda":
+        assert_on_device(holds, message)
+        return
+    try:
+        known = bool(holds)
+    except RuntimeError:  # a tracer records operators, and does not know the value
+        assert_on_device(holds, message)
+        return
+    if not known:
         raise ValueError(message)
-
-
-def functional(function: Callable) -> Callable:
-    """Wraps `function` so that a tracer records its in-place operators as operators that return their results.
-
-    torch.func.functionalize cannot run inside a decomposition, which is traced below torch.func's keys.
-    """
-
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        return dispatch_functionalize(function)(*args, **kwargs)
-
-    return run
 
 
 def key_compiled_graphs(function: str, key: str) -> None:
@@ -199,7 +149,7 @@ def key_compiled_graphs(function: str, key: str) -> None:
 WRITTEN_OVER_FROM = 128 << 20
 
 
-def written_over_where_donated(op: torch._ops.OpOverload, in_place: torch._ops.OpOverload) -> None:
+def written_over_where_donated(op: Any, in_place: Any) -> None:
     """Makes Inductor, if it is loaded, run `in_place(tensors, factor)` for `op(tensors, factor, leaf) -> tensors`.
 
     This applies to tensors that are large and donated: forward saved them for this one backward, and nothing else uses
@@ -235,11 +185,10 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
     """The forward and backward hooks that a call of `module` runs, global ones included."""
-    everywhere = torch.nn.modules.module
     groups = (
-        everywhere._global_forward_hooks,
-        everywhere._global_backward_hooks,
-        everywhere._global_backward_pre_hooks,
+        GLOBAL_FORWARD_HOOKS,
+        torch.nn.modules.module._global_backward_hooks,  # to register one decides what others may be
+        GLOBAL_BACKWARD_PRE_HOOKS,
         module._forward_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
@@ -249,7 +198,25 @@ def hooks_on_the_output(module: torch.nn.Module) -> list[Callable]:
 
 def hooks_on_the_input(module: torch.nn.Module) -> list[Callable]:
     """The forward pre-hooks that a call of `module` runs, global ones included."""
-    return [*torch.nn.modules.module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values()]
+    return [*GLOBAL_FORWARD_PRE_HOOKS.values(), *module._forward_pre_hooks.values()]
+
+
+def global_hooks(register: Callable) -> dict[int, Callable]:
+    """The dictionary to which `register` adds hooks. The handle of a hook refers to it publicly."""
+    handle = register(lambda *args: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+GLOBAL_FORWARD_HOOKS = global_hooks(torch.nn.modules.module.register_module_forward_hook)
+GLOBAL_FORWARD_PRE_HOOKS = global_hooks(torch.nn.modules.module.register_module_forward_pre_hook)
+GLOBAL_BACKWARD_PRE_HOOKS = global_hooks(torch.nn.modules.module.register_module_full_backward_pre_hook)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook on the tensor's gradient was set."""
+    return bool(tensor._backward_hooks)
 
 
 def register_without_leaves(value: object) -> None:

@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def float32_sum_fits(elements: int) -> bool:
     return 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
 
 
-def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> None:
+def set_workspace(nbytes: float | None = None, *, retained: float | None = None) -> None:
     """Set the bytes of temporary memory that one operator call may use (default 512 MiB, or 2048 rows of logits where
     these are more), and those of logits that may wait for backward (default: twice as many bytes).
 
@@ -163,10 +164,10 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
             traced.
 
     Raises:
-        ValueError: `nbytes` is not a positive integer, or `retained` a negative one.
+        ValueError: `nbytes` is not a positive whole number (1e9 is one), or `retained` is negative.
         RuntimeError: in a function that is compiled with fullgraph=True.
     """
-    check_bytes("set_workspace", nbytes, retained)
+    nbytes, retained = checked_bytes("set_workspace", nbytes, retained)
     if nbytes is not None:
         _temporary.set(nbytes)
     if retained is not None:
@@ -174,7 +175,7 @@ def set_workspace(nbytes: int | None = None, *, retained: int | None = None) -> 
 
 
 @contextmanager
-def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iterator[None]:
+def workspace(nbytes: float | None = None, *, retained: float | None = None) -> Iterator[None]:
     """`set_workspace(...)` for the calls (forward and backward) made inside the `with` block, in every thread.
 
     If several blocks are open, nested or in several threads, the one entered last decides, in all threads. When all
@@ -183,21 +184,29 @@ def workspace(nbytes: int | None = None, *, retained: int | None = None) -> Iter
     Raises:
         ValueError: as set_workspace.
     """
-    check_bytes("workspace", nbytes, retained)
+    nbytes, retained = checked_bytes("workspace", nbytes, retained)
     with _temporary.block(nbytes), _retained.block(retained):
         yield
 
 
-def check_bytes(function: str, nbytes: int | None, retained: int | None) -> None:
+def checked_bytes(function: str, nbytes: float | None, retained: float | None) -> tuple[int | None, int | None]:
     if torch.compiler.is_dynamo_compiling():  # otherwise the graph would run with the value that holds outside
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
-    if (nbytes is not None or retained is None) and not (type(nbytes) is int and nbytes > 0):
-        raise ValueError(f"{function}: expected a positive number of bytes, got {nbytes!r}")
-    if retained is not None and not (type(retained) is int and retained >= 0):
-        raise ValueError(f"{function}: expected retained to be a number of bytes, got {retained!r}")
+    if nbytes is not None or retained is None:
+        nbytes = whole_number(nbytes, 1, f"{function}: expected a positive number of bytes")
+    if retained is not None:
+        retained = whole_number(retained, 0, f"{function}: expected retained to be a number of bytes")
     for given in (nbytes, retained):
         if given and given < SUSPICIOUS_BYTES:
             warnings.warn(
                 f"{function}: {given} bytes hold no row of a usual head's logits; for {given} MiB pass {given} << 20",
                 stacklevel=3,
             )
+    return nbytes, retained
+
+
+def whole_number(value: float | None, least: int, expected: str) -> int:
+    """`value` as an integer: 1e9 and numpy's integers are whole numbers, too."""
+    if not isinstance(value, Real) or isinstance(value, bool) or value % 1 != 0 or value < least:  # inf % 1 is nan
+        raise ValueError(f"{expected}, a whole one such as 10**9 or 1 << 30, got {value!r}")
+    return int(value)

@@ -1,6 +1,9 @@
-"""A Triton kernel that is compiled once for all numbers of tokens."""
+"""Kernel, the decorator of every kernel of this package, and what all launches have in common."""
 
+import threading
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import triton
 
@@ -11,4 +14,26 @@ VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "numbers", "room"),
     *("B", "L", "P", "depth_of_splits", "first_tile", "steps"),
 }
-Kernel = partial(triton.jit, do_not_specialize=VARIES_WITH_TOKENS)
+# Whether a * b + c is rounded once. Errors and bits depend on it. Triton 3.10 changes the default, and 3.9 warns if a
+# launch does not say which it wants.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+class Launches(threading.local):
+    """What the launches of this thread do."""
+
+    only_compile = False  # a launch compiles its kernel and does not run it: first_call.py
+
+
+launches = Launches()
+
+
+class Kernel(triton.KernelInterface):
+    """A Triton kernel that is compiled once for all numbers of tokens: `kernel[grid](*arguments, **options)`."""
+
+    def __init__(self, function: Callable) -> None:
+        self.jit = triton.jit(function, do_not_specialize=VARIES_WITH_TOKENS)
+        self.__name__ = function.__name__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.jit.run, grid=grid, warmup=launches.only_compile, **OPTIONS)

@@ -269,3 +269,199 @@ def test_compiled_double_backward_is_refused(device, reduction):
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(loss + sum(g.square().sum() for g in first), leaves)
+
+
+def compacted(loss):
+    """`loss` of the tokens that a mask leaves. How many there are depends on data."""
+
+    def of_masked(input, linear_weight, target):
+        valid = target != -100
+        return loss(input[valid], linear_weight, target[valid])
+
+    return of_masked
+
+
+def kl_div(input, linear_weight, target, /, **options):
+    teacher = input.detach().flip(0), linear_weight.detach().flip(0)
+    return flce_ops.linear_kl_div(input, linear_weight, *teacher, **options)
+
+
+def policy(input, linear_weight, target, **options):
+    tokens = {name: input.detach()[:, 0] for name in ("advantages", "old_log_probs", "ref_log_probs")}
+    return flce_ops.linear_policy_loss(input, linear_weight, target, beta=0.1, **tokens, **options).loss
+
+
+def all_of_log_probs(input, linear_weight, target):
+    found = flce_ops.linear_log_probs(input, linear_weight, target, entropy=True, argmax=True, tail=True)
+    return sum(tensor.sum() for tensor in found)
+
+
+def topk_log_probs(input, linear_weight, target):
+    found = flce_ops.linear_log_probs(input, linear_weight, torch.stack([target, (target + 1) % 31], -1), tail=True)
+    return found.log_probs.sum() + found.tail_log_prob.sum()
+
+
+def positions(input, linear_weight, target):
+    heads = linear_weight[:, None].expand(-1, 2, -1)
+    return flce_ops.linear_cross_entropy(input, heads, torch.stack([target, target], -1), reduction="none")
+
+
+LOSSES_OF_TOKENS = {
+    "mean": flce_ops.linear_cross_entropy,
+    "none": lambda *args: flce_ops.linear_cross_entropy(*args, reduction="none"),
+    "options": lambda *args: flce_ops.linear_cross_entropy(*args, **OPTIONS, reduction="none"),
+    "weighted": lambda input, *args: flce_ops.linear_cross_entropy(input, *args, token_weight=input[:, 0]),
+    "batched": lambda x, w, t: flce_ops.linear_cross_entropy(x[None], w, t[None], reduction="none"),
+    "positions": positions,
+    "log_probs": all_of_log_probs,
+    "topk": topk_log_probs,
+    "policy": policy,
+    "policy none": lambda *args: policy(*args, reduction="none"),
+    "kl_div": kl_div,
+    "kl_div none": lambda *args: kl_div(*args, target=args[2], kind="jsd", reduction="none"),
+    "logits": lambda x, w, t: flce_ops.cross_entropy(x @ w.T, t),
+    "logits none": lambda x, w, t: flce_ops.cross_entropy(x @ w.T, t, reduction="none"),
+    "logits in place": lambda x, w, t: flce_ops.cross_entropy(x @ w.T, t, inplace_backward=True),
+}
+
+
+def ignored_inputs(dtype=torch.float32, every=3):
+    inputs = make_inputs((50, 11, 31), dtype=dtype)
+    inputs.target[::every] = -100
+    return inputs.input, inputs.linear_weight, inputs.target
+
+
+def value_and_gradients(function, input, linear_weight, target):
+    loss = function(input, linear_weight, target).sum()
+    return loss.detach(), *torch.autograd.grad(loss, (input, linear_weight))
+
+
+@pytest.fixture
+def sizes_and_numbers_of_data():
+    config = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(**config):
+        yield
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_TOKENS)
+def test_tokens_that_a_mask_leaves_compile_whatever_their_number_is(sizes_and_numbers_of_data, name):
+    """No token among them. Guards on the number raise an error."""
+    function = compacted(LOSSES_OF_TOKENS[name])
+    loss, counter = compiled(function)
+    for every in (3, 2, 1):
+        args = ignored_inputs(every=every)
+        for found, expected in zip(value_and_gradients(loss, *args), value_and_gradients(function, *args)):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert counter.count == 1
+
+
+@pytest.mark.parametrize("name", ["mean", "none", "log_probs", "policy", "kl_div", "logits"])
+def test_tokens_that_a_mask_leaves_compile_in_float16(sizes_and_numbers_of_data, name):
+    """float16 makes no gradients in forward, and saves logits."""
+    function, args = compacted(LOSSES_OF_TOKENS[name]), ignored_inputs(torch.float16)
+    loss, _ = compiled(function)
+    for found, expected in zip(value_and_gradients(loss, *args), value_and_gradients(function, *args)):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["mean", "none", "topk", "policy", "kl_div", "logits in place"])
+def test_input_and_target_may_come_from_equal_masks(sizes_and_numbers_of_data, name):
+    """The graph does not know that two masks are equal. It asserts when it runs that they leave as many tokens."""
+
+    def of_masks(input, linear_weight, target):
+        return LOSSES_OF_TOKENS[name](input[target != -100], linear_weight, target[target != -100])
+
+    args = ignored_inputs()
+    loss, _ = compiled(of_masks)
+    for found, expected in zip(value_and_gradients(loss, *args), value_and_gradients(of_masks, *args)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_whose_masks_leave_different_numbers_of_tokens_raises(sizes_and_numbers_of_data):
+    loss, _ = compiled(lambda x, w, t: flce_ops.linear_cross_entropy(x[t > 3], w, t[t > 10]))
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        loss(*ignored_inputs())
+
+
+@pytest.mark.parametrize("name", ["mean", "none", "log_probs", "policy", "kl_div none", "logits in place"])
+def test_tokens_marked_unbacked_compile(name):
+    input, linear_weight, target = ignored_inputs()
+    args = input.detach().requires_grad_(), linear_weight, target.clamp(min=0)
+    for tensor in (args[0], args[2]):
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    function = LOSSES_OF_TOKENS[name]
+    loss, _ = compiled(function)
+    for found, expected in zip(value_and_gradients(loss, *args), value_and_gradients(function, *args)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def count_of(target):
+    return (target != -100).sum().item()
+
+
+def mean_of(input):
+    return input.detach().abs().mean().item()
+
+
+def of_logits_with_numbers(x, w, t):
+    return flce_ops.cross_entropy(x @ w.T, t, normalizer=count_of(t), temperature=mean_of(x), z_loss=mean_of(x))
+
+
+NUMBERS_OF_DATA = {
+    "normalizer": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, normalizer=count_of(t)),
+    "float normalizer": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, normalizer=mean_of(x)),
+    "integers": lambda x, w, t: flce_ops.linear_cross_entropy(
+        x, w, t, temperature=count_of(t), logit_scale=count_of(t)
+    ),
+    "all": lambda x, w, t: flce_ops.linear_cross_entropy(
+        x, w, t, temperature=mean_of(x), logit_scale=mean_of(x), softcap=5 * mean_of(x), z_loss=mean_of(x)
+    ),
+    "logits": of_logits_with_numbers,
+    "policy": lambda x, w, t: policy(
+        x, w, t, normalizer=count_of(t), temperature=mean_of(x), clip_low=mean_of(x), dual_clip=1 + mean_of(x)
+    ),
+    "kl_div": lambda x, w, t: kl_div(x, w, t, normalizer=count_of(t), temperature=mean_of(x), logit_scale=mean_of(x)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS_OF_DATA)
+def test_a_number_may_come_from_item_in_the_graph(sizes_and_numbers_of_data, name):
+    function = NUMBERS_OF_DATA[name]
+    loss, counter = compiled(function)
+    for every in (3, 2):
+        args = ignored_inputs(every=every)
+        for found, expected in zip(value_and_gradients(loss, *args), value_and_gradients(function, *args)):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert counter.count == 1
+
+
+def test_a_number_of_data_outside_its_range_is_refused_when_the_graph_runs(sizes_and_numbers_of_data):
+    loss, _ = compiled(lambda x, w, t, number: flce_ops.linear_cross_entropy(x, w, t, temperature=number.item()))
+    loss(*ignored_inputs(), torch.tensor(2.0))
+    with pytest.raises(RuntimeError, match="expected temperature to be positive and finite"):
+        loss(*ignored_inputs(), torch.tensor(-1.0))
+
+
+def test_a_number_that_chooses_a_formula_is_not_taken_from_data(sizes_and_numbers_of_data):
+    smoothed, _ = compiled(lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, label_smoothing=mean_of(x)))
+    mixed, _ = compiled(lambda x, w, t: kl_div(x, w, t, kind="jsd", beta=mean_of(x)))
+    for loss, name in ((smoothed, "label_smoothing"), (mixed, "beta")):
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{name} chooses a formula.*from .item"):
+            loss(*ignored_inputs())
+
+
+@pytest.mark.parametrize("forward", ["eager", "compiled"])
+@pytest.mark.parametrize("name", [*LOSSES_OF_TOKENS, "token_weight", "learnt scale", "class probabilities"])
+def test_compiled_autograd_differentiates_it(name, forward):
+    functions = LOSSES_OF_TOKENS | {
+        "token_weight": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, token_weight=w[:1].expand(50, -1)[:, 0]),
+        "learnt scale": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, logit_scale=w.mean()),
+        "class probabilities": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, (x @ w.T).detach().softmax(-1)),
+    }
+    function, (input, linear_weight, target) = functions[name], ignored_inputs()
+    _, *expected = value_and_gradients(function, input, linear_weight, target)
+    loss = (compiled(function)[0] if forward == "compiled" else function)(input, linear_weight, target).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    for found, grad in zip((input.grad, linear_weight.grad), expected):
+        torch.testing.assert_close(found, grad, rtol=1e-5, atol=1e-6)

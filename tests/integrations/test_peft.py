@@ -120,18 +120,120 @@ def test_a_head_in_modules_to_save_is_trained(patch_first):
 ON_THE_HEAD = {"target_modules": ["q_proj", "lm_head"]}
 
 
+ADAPTERS_OF_THE_HEAD = {
+    "LoRA": {},
+    "rank-stabilised LoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True},  # scales each class
+    "LoRA with new tokens": {"trainable_token_indices": {"embed_tokens": [5, 7]}},
+}
+
+
 @patch_order
-@pytest.mark.parametrize(
-    ("targets", "reason"),
-    [
-        ({"trainable_token_indices": [5, 7]}, "got peft"),  # with a tied embedding these are trainable rows of the head
-        (ON_THE_HEAD | {"use_dora": True}, r"\(a Dora adapter"),
-    ],
-)
-def test_an_adapter_that_is_no_pair_is_refused_not_ignored(patch_first, targets, reason):
-    with pytest.raises(NotImplementedError, match=f"to be a plain nn.Linear, got peft.*{reason}|{reason}"):
-        ours, _ = make_adapted("Llama tied", patch_first=patch_first, **targets)
-        ours.train()(**make_batch())
+@pytest.mark.parametrize("kind", ADAPTERS_OF_THE_HEAD)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi, head with bias"])
+def test_kinds_of_lora_on_the_head(name, kind, patch_first):
+    ours, theirs = make_adapted(name, patch_first=patch_first, **ON_THE_HEAD | ADAPTERS_OF_THE_HEAD[kind])
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            other.copy_(mine)
+    trained = trained_in_head(ours, theirs, make_batch())
+    assert {name.split(".")[-3] for name in trained} >= {"lora_A", "lora_B"}
+
+
+OTHER_ADAPTERS = {
+    "IA3 on the output": lambda: peft.IA3Config(target_modules=["k_proj", "lm_head"], feedforward_modules=[]),
+    "IA3 on the input": lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=["lm_head"]),
+    "VeRA": lambda: peft.VeraConfig(r=3, target_modules=["lm_head"], d_initial=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
+def test_other_adapters_on_the_head(kind):
+    theirs = peft.get_peft_model(make_model(), OTHER_ADAPTERS[kind]())
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    ours = patch(copy.deepcopy(theirs))
+    assert trained_in_head(ours, theirs, make_batch())
+
+
+def test_an_adapter_that_needs_the_logits_is_refused_not_ignored():
+    class Squared(torch.nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, x):
+            return self.base_layer(x) ** 2
+
+    model = make_model()
+    model.lm_head = Squared(model.lm_head)
+    with pytest.raises((NotImplementedError, TypeError)):
+        patch(model)(**make_batch())
+
+
+# ---------------------------------------------------------------- trainable rows of the head
+
+
+TRAINABLE_TOKENS = {
+    "tied": ("Llama tied", {"trainable_token_indices": [5, 7, VOCAB - 1]}),
+    "untied": ("Llama", {"trainable_token_indices": {"embed_tokens": [5, 7], "lm_head": [6, VOCAB - 1]}}),
+    "softcap": ("Gemma2", {"trainable_token_indices": {"lm_head": [6, VOCAB - 1]}}),
+}
+
+
+def make_trainable_tokens(case, patch_first):
+    name, options = TRAINABLE_TOKENS[case]
+    ours, theirs = make_adapted(name, patch_first=patch_first, **options)
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            if mine.requires_grad:
+                mine.add_(0.3 * torch.randn_like(mine))
+            other.copy_(mine)
+    return ours, theirs
+
+
+@patch_order
+@pytest.mark.parametrize("case", TRAINABLE_TOKENS)
+def test_trainable_tokens_of_the_head(case, patch_first):
+    ours, theirs = make_trainable_tokens(case, patch_first)
+    batch = make_batch()
+    assert not has_logits(ours(**batch))
+    found, expected = loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch)
+    check_same(found, expected)
+    rows = [gradient for name, gradient in found[1].items() if "tokens_delta" in name and gradient is not None]
+    assert rows and all(gradient.abs().max() > 1e-3 for gradient in rows)
+
+
+@pytest.mark.parametrize("case", TRAINABLE_TOKENS)
+def test_trainable_tokens_disabled_merged_and_of_another_adapter(case):
+    ours, theirs = make_trainable_tokens(case, patch_first=True)
+    batch = make_batch()
+    with_rows = ours(**batch).loss
+    with ours.disable_adapter(), theirs.disable_adapter():
+        without = ours(**batch).loss
+        torch.testing.assert_close(without, theirs(**batch).loss, rtol=1e-5, atol=0)
+    assert (with_rows - without).abs() > 1e-3
+    options = {"target_modules": ["v_proj"], **TRAINABLE_TOKENS[case][1]}
+    for model in (ours, theirs):
+        model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        model.set_adapter("second")
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            other.copy_(mine)
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    ours.merge_adapter(), theirs.merge_adapter()
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    ours.unmerge_adapter(), theirs.unmerge_adapter()
+    ours.set_adapter("default"), theirs.set_adapter("default")
+    torch.testing.assert_close(ours(**batch).loss, with_rows, rtol=1e-5, atol=0)
+    assert not has_logits(ours(**batch))
+    merged, plain = ours.merge_and_unload(), theirs.merge_and_unload()
+    torch.testing.assert_close(merged(**batch).loss, plain(**batch).loss, rtol=1e-5, atol=0)
+
+
+# ---------------------------------------------------------------- adapters of the head
 
 
 def trained_in_head(ours, theirs, batch) -> list[str]:
@@ -161,14 +263,10 @@ def test_lora_on_the_head_takes_three_passes_over_features_of_both():
     assert largest.numel == VOCAB * (24 + 3)  # neither B A nor logits
 
 
-@pytest.mark.parametrize("how", ["merged", "disabled", "left out"])
-def test_a_model_with_dora_on_the_head_is_used_as_its_refusal_says(how):
-    targets = ["q_proj"] if how == "left out" else ["q_proj", "lm_head"]
-    ours, theirs = make_adapted("Gemma2", patch_first=True, use_dora=True, target_modules=targets)
+@pytest.mark.parametrize("how", ["merged", "disabled"])
+def test_dora_on_the_head_is_merged_and_disabled(how):
+    ours, theirs = make_adapted("Gemma2", patch_first=True, use_dora=True, **ON_THE_HEAD)
     batch = make_batch()
-    if how != "left out":
-        with pytest.raises(NotImplementedError, match=r"\(a Dora adapter\); merge the adapter, leave the head out"):
-            ours(**batch)
     if how == "merged":
         ours.merge_adapter(), theirs.merge_adapter()
     with ours.disable_adapter() if how == "disabled" else nullcontext():

@@ -56,12 +56,21 @@ def test_seeds_are_those_of_torchs_generator_and_only_of_training():
         patch(model, gradient_threshold=2)
 
 
-def test_a_head_with_an_adapter_is_refused_by_name():
+def test_a_head_with_an_adapter_has_a_sparse_gradient():
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"], r=2)
-    model = patch(peft.get_peft_model(make_model(), config), gradient_threshold=THRESHOLD)
-    with pytest.raises(NotImplementedError, match="gradient_threshold of patch: not implemented for a head"):
-        model(**make_batch())
+    config = peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
+    model, batch = peft.get_peft_model(make_model(), config), make_batch()
+    adapter = model.base_model.model.lm_head.lora_B["default"].weight
+
+    def gradient():
+        return torch.autograd.grad(model(**batch).loss, adapter)[0]
+
+    exact = gradient()
+    patch(model, gradient_threshold=THRESHOLD)
+    draws = torch.stack([gradient() for _ in range(40)])
+    assert not torch.equal(draws[0], draws[1])
+    spread = draws.std(0).norm() / 40**0.5
+    assert (draws.mean(0) - exact).norm() < 2 * spread + 1e-5 * exact.norm()
 
 
 def test_trls_head_has_a_sparse_gradient():

@@ -13,7 +13,7 @@ import torch
 from tiny_models import VOCAB, check_same, has_logits, loss_and_gradients, make_batch, make_model
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
-from flce_ops.integrations.transformers import patch, patched, transform_head, unpatch
+from flce_ops.integrations.transformers import head, patch, patched, unpatch
 
 
 def test_unpatch_puts_an_instance_back():
@@ -123,10 +123,10 @@ def test_a_patched_model_that_was_written_and_read_is_patched(name, carry):
 
 
 def test_a_model_with_a_transform_that_another_process_reads_compiles_at_once(monkeypatch):
-    # the head is read from its source, which torch.compile cannot do
-    model, batch = patch(make_model("ESM, transform and bias", num_hidden_layers=1)), make_batch()
+    # the classes of stand-ins are made where the model is read, which torch.compile cannot do
+    model, batch = patch(make_model("ModernBERT, loss without a shift", num_hidden_layers=1)), make_batch()
     expected, written = model(**batch).loss, pickle.dumps(model)
-    monkeypatch.setattr(transform_head, "INNER", {})
+    monkeypatch.setattr(head, "CLASSES", {})
     compiled = torch.compile(pickle.loads(written), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(**batch).loss, expected, rtol=1e-5, atol=0)
 

@@ -16,18 +16,14 @@ CPU = torch.device("cpu")
 MASK = {"output_mask": [True, True, False]}
 N, D, V = 150, 40, 260
 # bytes of workspace, tokens of the call, how many of these count
-WAYS = [(1 << 18, N, None), (1 << 16, N, None), (512 << 20, N, 70), (1 << 17, 131, None)]
+WAYS = [(1 << 16, N, None), (512 << 20, N, 70), (1 << 17, 131, None)]
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
 
 
 @pytest.fixture
 def ranges_of_128_classes(monkeypatch):
     pytest.importorskip("triton")
-    from flce_ops.triton.gemm import split_k
-    from flce_ops.triton.steps import backward
-
-    for module in (split_k, backward):
-        monkeypatch.setattr(module, "RANGE", 128)  # of the interpreter's tiles, a multiple
+    monkeypatch.setattr("flce_ops.triton.gemm.split_k.RANGE", 128)  # of the interpreter's tiles, a multiple
 
 
 def one_pass(pool, count, invariant, keep=None):
@@ -70,12 +66,12 @@ KERNELS = [one_pass, from_cotangents, of_divergence]
     ids=lambda kernel: kernel.__name__,
 )
 def test_rows_of_the_kernels_depend_on_the_token_alone(kernel, ranges_of_128_classes):
-    """A small workspace cuts chunks, splits V, or makes logits again: without the option bits change."""
+    """A small workspace cuts chunks, and few tokens split V: without the option bits change."""
     pool = draw_pool(Shape(N, D, V), torch.float32, CPU, seed=torch.initial_seed())
     whole = {invariant: kernel(pool, N, invariant) for invariant in (True, False)}
     torch.testing.assert_close(whole[True], whole[False], rtol=0.0, atol=1e-3 * float(whole[False].abs().max()))
     different = {}
-    for invariant, ways in ((True, WAYS), (False, WAYS[:2])):
+    for invariant, ways in ((True, WAYS), (False, WAYS[:1])):
         different[invariant] = 0
         for nbytes, count, keep in ways:
             with flce_ops.workspace(nbytes):

@@ -1,4 +1,6 @@
-"""Kernels that run an objective's functions compile for a GPU that is not there. The interpreter is less strict."""
+"""The kernels compile for GPUs that are not there: the interpreter is less strict. No kernel is launched."""
+
+import json
 
 import pytest
 from fresh_process import run_script
@@ -10,13 +12,15 @@ import importlib, os, pkgutil
 os.environ["TRITON_INTERPRET"] = "0"
 import triton
 import flce_ops.triton
-from flce_ops.triton.launch.replay import VARIES_WITH_TOKENS
+from flce_ops.triton.kernel import VARIES_WITH_TOKENS, Kernel
 
 kernels = set()
 for module in pkgutil.walk_packages(flce_ops.triton.__path__, "flce_ops.triton."):
-    found = vars(importlib.import_module(module.name)).items()
-    kernels |= {kernel for name, kernel in found if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction)}
-assert len(kernels) > 40
+    for name, member in vars(importlib.import_module(module.name)).items():
+        # no kernel is launched past Kernel's options
+        assert not (isinstance(member, triton.JITFunction) and name.endswith("_kernel")), name
+        kernels |= {member.jit} if isinstance(member, Kernel) else set()
+assert len(kernels) > 25, len(kernels)
 for kernel in kernels:
     for parameter in kernel.params:
         assert parameter.is_constexpr or parameter.do_not_specialize == (parameter.name in VARIES_WITH_TOKENS), (
@@ -30,83 +34,152 @@ def test_no_kernel_is_compiled_again_because_the_number_of_tokens_is_one_or_a_mu
     assert done.returncode == 0, done.stderr
 
 
-COMPILED = """
-import os
+# operands without memory, and every way to launch; `look(kernel, grid, arguments, options)` stands for a launch
+ON_META = """
+import json, os, sys
 os.environ["TRITON_INTERPRET"] = "0"
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from flce_ops.support.vendor import Chip
+from flce_ops.triton.divergence import kl_div
+from flce_ops.triton.gemm import device
+from flce_ops.triton.given_logits import cross_entropy
+from flce_ops.triton.kernel import OPTIONS, Kernel
+from flce_ops.triton.steps import backward, forward, with_grad
 
-class Hopper:
+card, tokens, hidden, vocab = map(int, sys.argv[1:5])
+
+class Card:
     launcher_cls = lambda *args, **options: None
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_target = lambda self: GPUTarget("cuda", card, 32)
     get_current_device = get_current_stream = lambda self, *args: 0
 
-triton.runtime.driver.set_active(Hopper())
-from flce_ops.triton.given_logits import cross_entropy
-from flce_ops.triton.divergence import kl_div
-from flce_ops.triton.steps import forward, with_grad
+triton.runtime.driver.set_active(Card())
+device.chip_of = lambda of: Chip(card, 132)
+Kernel.__getitem__ = lambda kernel, grid: lambda *args, **options: look(kernel, grid, args, OPTIONS | options)
+for launcher in (with_grad, forward, cross_entropy):
+    launcher.assert_in_range = lambda *args: None
+torch.set_default_device("meta")
+input, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (tokens, vocab))
+logits_made = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+target, targets = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, 5, dtype=torch.int64)
+per_token, per_target, per_class, number = (torch.empty(s) for s in ((tokens,), (tokens, 5), (vocab,), ()))
+every = {"output_mask": [True, True, True]}
 
+def loss(target=target, class_weight=None, **options):
+    with_grad.launch_with_grad(input, weight, target, None, class_weight, None, None, **every, **options)
+
+def shard():
+    of_rank = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": vocab}
+    with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **of_rank, **every)
+
+def policy(objective="ppo", beta=number, kl_estimator="k3"):
+    operands = (input, weight, target, None, per_token, per_token, per_token, None, None)
+    options = {"dual_clip": number if objective == "ppo" else None, "beta": beta, "kl_estimator": kl_estimator}
+    clip = {"clip_low": number, "clip_high": number}
+    with_grad.launch_policy_with_grad(*operands, objective=objective, **options, **clip, **every)
+
+def rows(**options):
+    options = {"expected_log_prob": True, **options}
+    found = forward.launch_forward(input, weight, target, None, **options)
+    known = {"lse_rest": found[8], "expected_log_prob": found[3], "grad_expected_log_prob": per_token}
+    known["retained"] = found[9] if options.get("retain") else None
+    backward.launch_backward(per_token, per_token, None, input, weight, target, None, None, found[1], **known, **every)
+
+def divergence(kind="reverse", beta=None):
+    models = (input, weight, None, input, weight, None, None, None)
+    kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every)
+
+def logits():
+    cross_entropy.launch_with_grad(logits_made, target, None, None, None, label_smoothing=0.1, z_loss=number)
+
+def sparse():
+    loss(gradient_threshold=0.02, gradient_mode="unbiased", gradient_seed=torch.empty((), dtype=torch.int64))
+"""
+
+GRIDS = """
+grids = []
+
+def look(kernel, grid, args, options):
+    grids.append((kernel.__name__, grid))
+
+for call in (loss, rows, divergence, logits, sparse):
+    before = len(grids)
+    call()
+    assert len(grids) > before, call
+print(json.dumps([(name, grid) for name, grid in grids if max(grid[1:], default=0) > 65535]))
+"""
+
+
+def test_only_the_first_dimension_of_a_grid_grows_with_the_tokens():
+    """CUDA has room for 65,535 programs in the others."""
+    done = run_script(ON_META + GRIDS, "90", str(2**21 + 5), "64", "150")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+OBJECTIVES = """
 OF_ROWS = "finish_rows_kernel", "finish_forward_kernel", "row_statistics_kernel"
 KERNELS = *OF_ROWS, "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
 compiled = []
 
-def compile_only(kernel, grid):
-    def launch(*args, **options):
-        if kernel.__name__ in KERNELS:
-            assert "cubin" in kernel.warmup(*args, grid=grid, **options).asm
-            compiled.append(kernel.__name__)
-    return launch
+def look(kernel, grid, args, options):
+    if kernel.__name__ in KERNELS:
+        assert "cubin" in kernel.jit.warmup(*args, grid=grid, **options).asm
+        compiled.append(kernel.__name__)
 
-triton.runtime.jit.JITFunction.__getitem__ = compile_only
-for launcher in (with_grad, forward, cross_entropy):
-    launcher.assert_in_range = lambda *args: None
-torch.set_default_device("meta")
-tokens, hidden, vocab, slots = 256, 64, 1000, 5
-input, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (tokens, vocab))
-target, targets = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, slots, dtype=torch.int64)
-per_token, per_target, per_class, number = (torch.empty(s) for s in ((tokens,), (tokens, slots), (vocab,), ()))
-every = {"output_mask": [True, True, True]}
-
-def one_pass(target=target, class_weight=None, **options):
-    with_grad.launch_with_grad(input, weight, target, None, class_weight, None, None, **every, **options)
-
-one_pass()
-one_pass(class_weight=per_class, label_smoothing=0.1, z_loss=number)
-one_pass(targets, target_weight=per_target)
-shard = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": vocab}
-with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **shard, **every)
-policy = (input, weight, target, None, per_token, per_token, per_token, None, None)
-clip = {"clip_low": number, "clip_high": number, **every}
-for beta, kl_estimator in ((number, "k1"), (number, "k2"), (number, "k3"), (None, "k3")):
-    for objective, dual_clip in (("ppo", number), ("cispo", None)):
-        options = {"objective": objective, "dual_clip": dual_clip, "beta": beta, "kl_estimator": kl_estimator}
-        with_grad.launch_policy_with_grad(*policy, **options, **clip)
-assert compiled == ["finish_rows_kernel"] * 12, compiled
+loss()
+loss(class_weight=per_class, label_smoothing=0.1, z_loss=number)
+loss(targets, target_weight=per_target)
+shard()
+policy("ppo", number, "k1")
+policy("cispo", number, "k2")
+policy("ppo", None)
+assert compiled == ["finish_rows_kernel"] * 7, compiled
 compiled.clear()
-one_pass(lse=True, entropy=True, log_sum_sq_probs=True)
+loss(lse=True, entropy=True, log_sum_sq_probs=True)
 forward.launch_forward(input, weight, target, None, expected_log_prob=True, log_sum_sq_probs=True)
 of_rows = ["row_statistics_kernel", "finish_forward_kernel", "row_statistics_kernel"]
 assert compiled == ["finish_rows_kernel", *of_rows], compiled
 compiled.clear()
 for kind, beta in (("forward", None), ("reverse", None), ("jsd", number), ("tv", None), ("nla", None)):
-    models = (input, weight, None, input, weight, None, None, None)
-    kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every)
+    divergence(kind, beta)
 assert compiled.count("divergence_kernel") == 9 and compiled.count("finish_divergence_kernel") == 5, compiled
-logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
-cross_entropy.launch_with_grad(logits, target, None, None, None, label_smoothing=0.1, z_loss=number)
+logits()
 assert compiled[-1] == "rows_kernel"
-compiled.clear()
-KERNELS += "logits_gemm_kernel", "gather_tokens_kernel"
-at_temperatures = {"logit_scale": per_token, "softcap": per_token}
-one_pass(**at_temperatures)
-kl_div.launch_kl_div_with_grad(*models, per_token, kind="reverse", **at_temperatures, **every)
-cross_entropy.launch_with_grad(logits, target, None, None, None, **at_temperatures)
-for kernel in ("logits_gemm_kernel", "gather_tokens_kernel", "finish_rows_kernel", "divergence_kernel", "rows_kernel"):
-    assert kernel in compiled, (kernel, compiled)
 """
 
 
 def test_kernels_of_objectives_compile_for_a_gpu():
-    done = run_script(COMPILED)
+    done = run_script(ON_META + OBJECTIVES, "90", "256", "64", "1000")
     assert done.returncode == 0, done.stderr
+
+
+EVERY_KERNEL = """
+limit, found = int(sys.argv[5]), {}
+
+def look(kernel, grid, args, options):
+    made = kernel.jit.warmup(*args, grid=grid, **options)
+    found[kernel.__name__] = max(found.get(kernel.__name__, 0), made.metadata.shared)
+
+loss()
+loss(class_weight=per_class, label_smoothing=0.1)
+rows()
+rows(retain=tokens)
+divergence()
+logits()
+sparse()
+assert len(found) > 20, sorted(found)
+print(json.dumps({name: shared for name, shared in found.items() if shared > limit}))
+"""
+KIB = 1 << 10
+
+
+@pytest.mark.exhaustive
+# bytes of shared memory that a block may have: A100, H100 and H200, B200, RTX 5090; an RTX 4090 has as few as that
+@pytest.mark.parametrize(("card", "limit"), [(80, 163 * KIB), (90, 227 * KIB), (100, 227 * KIB), (120, 99 * KIB)])
+def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, limit):
+    done = run_script(ON_META + EVERY_KERNEL, str(card), "8192", "512", "32003", str(limit))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}

@@ -1,7 +1,6 @@
 """Operands of the Triton kernels in every memory layout: float32 in Triton's interpreter, bfloat16 on a GPU.
 
-tests/sources/test_layouts.py tests the public function, which recomputes in its small workspace. Here every way to make
-a gradient runs.
+tests/sources/test_layouts.py tests the public function. Here every way to make a gradient runs.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -28,18 +27,14 @@ GPU = [pytest.mark.gpu] if ON_GPU else []
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 MiB = 2**20
-WAITS = "wait in grad_linear_weight"
 
 pytestmark = [*GPU, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy on log2(0)
 
-# mode: (N, D, V), bytes of workspace, what last_path() says. (On a GPU a float32 sum replaces the overlay chunk for
-# weight gradients of up to 8 Mi numbers.)
+# mode: (N, D, V), bytes of workspace
 MODES = {
-    "few tokens": ((12, 24, 67), 512 * MiB, ""),
-    "one chunk": ((130, 24, 67), 512 * MiB, ""),
-    "chunks": ((260 if ON_GPU else 130, 24, 67), 1, ""),
-    "recompute": ((130, 24, 300), 1, "recomputing"),
-    "lead": ((1024, 1024, 8300), 8 * MiB, WAITS) if ON_GPU else ((130, 136, 517), 240 << 10, WAITS),
+    "few tokens": ((12, 24, 67), 512 * MiB),
+    "one chunk": ((130, 24, 67), 512 * MiB),
+    "chunks": ((260 if ON_GPU else 130, 24, 67), 1),
 }
 MASKS = {"dX and dW": [True, True, True], "dW": [False, True, False], "dX": [True, False, False]}
 OUTPUTS = ("loss", "losses", "grad_input", "grad_linear_weight", "grad_linear_bias")
@@ -56,8 +51,7 @@ if not ON_GPU:
     ONE_PASS = [
         *cross(["few tokens"], MATRIX_LAYOUTS, ["dX and dW"]),
         *cross(MODES, ["transposed"], ["dW"]),
-        *cross(["one chunk", "recompute"], ["column_step"], ["dX and dW"]),
-        "lead | transposed | dX and dW",
+        *cross(["one chunk", "chunks"], ["column_step"], ["dX and dW"]),
     ]
     SHARD = [*cross(["12"], MATRIX_LAYOUTS, ["dX and dW"]), "130 | transposed | dW"]
 
@@ -93,19 +87,14 @@ def assert_matches(found, truth, names, largest_logit=0.0):
 
 
 @pytest.mark.parametrize("case", ONE_PASS)
-def test_one_pass_gradients_do_not_depend_on_the_layout(case, poisoned_memory, monkeypatch):
+def test_one_pass_gradients_do_not_depend_on_the_layout(case, poisoned_memory):
     mode, matrices, wanted = case.split(" | ")
-    shape, workspace, reason = MODES[mode]
-    if mode == "chunks":
-        monkeypatch.setattr("flce_ops.triton.steps.chunking.RECOMPUTE_BELOW", 0)
+    shape, workspace = MODES[mode]
     args, changed = made(shape, matrices, "step")
     mask = MASKS[wanted]
     with flce_ops.workspace(workspace):
         found = launch_with_grad(*changed, output_mask=mask)
-    path = flce_ops.last_path()
-    if mode != "lead" or (mask[1] and matrices in ("transposed", "column_slice", "row_step", "offset")):
-        assert reason in path.reason, path
-    assert (path.chunks > 1) or mode != "chunks", path
+    assert flce_ops.last_path().chunks > 1 or mode != "chunks", flce_ops.last_path()
     assert_matches(found[:5], aten.with_grad(*double(*args), output_mask=mask)[:5], OUTPUTS)
 
 
@@ -145,7 +134,7 @@ def test_log_probabilities_and_recomputed_gradients_do_not_depend_on_the_layout(
     truth = aten.backward(
         *(-scale, scale, None, *double(*args), lse), grad_expected_log_prob=scale, expected_log_prob=expected, **options
     )
-    assert_matches(grads, truth, OUTPUTS[2:])
+    assert_matches(grads[:3], truth[:3], OUTPUTS[2:])
 
 
 @pytest.mark.parametrize("case", SHARD)

@@ -9,6 +9,7 @@ from test_triton_saved_logits import RAGGED, case, gradients
 
 import flce_ops
 from flce_ops.triton import launch_backward, launch_backward_in_place, launch_forward
+from flce_ops.triton.steps.chunking import best_chunking
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -20,13 +21,15 @@ pytestmark = [
     ("buffer", "retain", "workspace"),
     [
         (torch.float32, 128, None),
-        (torch.float32, 0, 16 << 10),  # several ranges of rows
+        (torch.float32, 0, 16 << 10),  # several chunks
         (torch.float16, 0, None),
         (torch.float16, 128, 16 << 10),
     ],
     ids=str,
 )
-def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory):
+def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory, monkeypatch):
+    monkeypatch.setattr("flce_ops.triton.steps.chunks.CHUNKS_MORE", 0)
+    best_chunking.cache_clear()
     args, cotangents, truth = case(RAGGED, torch.float16, "al")
     rows = launch_forward(*args, retain=retain)
     options = {"retained": rows[9] if retain else None}
@@ -35,6 +38,7 @@ def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory):
     before = main_grad.double()
     with flce_ops.workspace(workspace or 1 << 20):
         found = gradients(launch_backward_in_place, rows, args, cotangents, main_grad=main_grad, **options)
+    best_chunking.cache_clear()
     assert (flce_ops.last_path().chunks > 1) == (workspace is not None)
     assert found[1].numel() == 0
     # one rounding for each range of rows that is added

@@ -16,7 +16,6 @@ from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
 from flce_ops.triton.gemm import backends
 from flce_ops.triton.gemm.device import tiles_for
-
 from flce_ops.triton.steps.quantized_logits import quantize, quantized_of
 
 pytestmark = [
@@ -26,7 +25,7 @@ pytestmark = [
 
 # Errors of quantized logits alone, twice what was seen. float32 shows them; float16's own rounding hides them.
 TOLERANCE = {torch.float32: 2.5e-4, torch.float16: 1.5e-3}
-RAGGED = (300, 20, 300)
+RAGGED = (150, 20, 300)
 MASK = [True, True, True]
 
 
@@ -49,7 +48,7 @@ def case(shape, dtype, wanted, ignored=0.3):
 
 
 # a log-probability; the entropy's expected logit; all of them with label smoothing's sum; and the number of rows
-WANTED = [("al", 300), ("s", 128), ("alms", 128)]
+WANTED = [("al", 150), ("s", 128), ("alms", 128)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -64,14 +63,14 @@ def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
         assert dtype == torch.float32 or error(ours, right) <= 1.3 * error(made_again, right)
 
 
-def test_forward_and_backward_in_slices(poisoned_memory):
-    """Forward's chunks end where the saved rows end. Backward's ranges contain saved and recomputed rows."""
-    args, cotangents, truth = case((450, 20, 300), torch.float32, "alms")
+def test_forward_and_backward_in_chunks(poisoned_memory):
+    """Forward's chunks end where the saved rows end. Backward's chunks contain saved and recomputed rows."""
+    args, cotangents, truth = case((280, 20, 300), torch.float32, "alms")
     with flce_ops.workspace(1):
         rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=200)
         found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
-        assert flce_ops.last_path().chunks == 4
-    whole = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=450)
+        assert flce_ops.last_path().chunks == 3
+    whole = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=280)
     for part, other in zip(rows[:4], whole[:4], strict=True):
         torch.testing.assert_close(part, other)
     for ours, right in zip(found, truth, strict=True):
@@ -137,7 +136,7 @@ def test_entries_too_small_to_be_saved_have_no_gradient(poisoned_memory):
     gradients = launch_backward(
         -ones, ones, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, True]
     )
-    for of_classes in gradients[1:]:
+    for of_classes in gradients[1:3]:
         gone = of_classes.reshape(300, -1).eq(0.0).all(1)
         assert gone[[5, 290]].all() and gone.sum() == 2
 
@@ -167,7 +166,7 @@ def test_a_shard_of_the_vocabulary(cut, poisoned_memory):
     x, w, _, bias, _ = operands(RAGGED, torch.float32, {"bias": True})
     args = (x, w, torch.randint(0, 600, RAGGED[:1]), bias, None)
     shard = {"vocab_start": cut, "vocab_size": 600}
-    rows, truth = launch_forward(*args, retain=256, **shard), aten.forward(*double(*args), **shard)
+    rows, truth = launch_forward(*args, retain=128, **shard), aten.forward(*double(*args), **shard)
     cotangents = [-torch.rand(RAGGED[0]), torch.rand(RAGGED[0]), None]
     options = {"vocab_start": cut, "output_mask": MASK}
     found = launch_backward(*cotangents, *args, rows[1], lse_rest=rows[8], retained=rows[9], **options)
@@ -181,7 +180,7 @@ def test_nan_in_a_row_stays_in_that_rows_gradient():
     args, cotangents, _ = case(RAGGED, torch.float32, "al", ignored=0.0)
     args[0][3] = torch.nan
     rows = launch_forward(*args, retain=RAGGED[0])
-    grad_input, grad_weight, _ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    grad_input, grad_weight, *_ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
     of_row = grad_input.isnan().any(1)
     assert of_row[3] and of_row.sum() == 1 and grad_weight.isnan().all()
 
@@ -211,13 +210,3 @@ def test_what_holds_no_logit_is_zeros(poisoned_memory):
     tiles = -(-301 // tiles_for(x).block_n)
     assert (retained[35:] == 0).all() and (retained[:35, :301] != 0).any(1).all()
     assert (retained[:35, 301:304] == 0).all() and (retained[:35, 304 + 2 * tiles :] == 0).all()
-
-
-@pytest.mark.parametrize("num_classes", [257, 50257, 128256, 151669])
-def test_slices_of_backward_begin_where_a_tile_of_the_logits_does(num_classes):
-    """A tile has 256 classes on a GPU, with a maximum for each tile."""
-    for nbytes in (1 << 20, 64 << 20, 300 << 20, 512 << 20):
-        with flce_ops.workspace(nbytes):
-            for rows in (100, 1000, 8192):
-                _, columns = gradient_slices(rows, 2048, num_classes, 2, 0, want_input=True)
-                assert all(cols.start % 256 == 0 for cols in columns) and columns[-1].stop == num_classes

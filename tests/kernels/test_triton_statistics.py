@@ -54,9 +54,9 @@ def test_one_pass_gives_them_and_changes_nothing_else(shape, dtype, options, poi
     # for half operands the interpreter's float32 products are more accurate than a CPU's rounded ones
     plain = aten.with_grad(*(t.float() if t is not None and t.is_floating_point() else t for t in args), None,
                            **MASK, **numbers, **ASKED)  # fmt: skip
-    assert_statistics(found[6:], truth[6:], plain[6:])
+    assert_statistics(found[6:-1], truth[6:-1], plain[6:-1])
     ignored = args[2] == -100
-    assert all(not values[ignored].any() for values in found[6:])
+    assert all(not values[ignored].any() for values in found[6:-1])
 
 
 def test_each_alone_is_what_it_is_with_the_others():
@@ -97,16 +97,16 @@ def test_logits_far_above_the_targets(far, poisoned_memory):
     truth = aten.with_grad(*double(*made.args), None, None, **MASK, **ASKED)
     plain = aten.with_grad(*made.args, None, None, **MASK, **ASKED)
     assert ((truth[1] > 40) == (far > 40))[made.target != -100].float().mean() > 0.9
-    assert_statistics(found[6:], truth[6:], plain[6:])
+    assert_statistics(found[6:-1], truth[6:-1], plain[6:-1])
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=["plain", "softcap"])
-def test_where_the_step_recomputes(options):
+def test_statistics_of_several_chunks(options):
     args, numbers = operands((140, 24, 131), torch.float32, {"bias": True}), scalars(options)
     with flce_ops.workspace(1):
         found = launch_with_grad(*args, None, **MASK, **numbers, argmax=True, **ASKED)
-        assert "recomputing" in flce_ops.last_path().reason
+        assert flce_ops.last_path().chunks == 2
     truth = aten.with_grad(*double(*args), None, **MASK, **numbers, argmax=True, **ASKED)
     assert torch.equal(found[5], truth[5])
-    for ours, exact in zip(found[6:], truth[6:], strict=True):
+    for ours, exact in zip(found[6:-1], truth[6:-1], strict=True):
         torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)

@@ -252,7 +252,24 @@ def refusals(device):
     ):
         with pytest.raises(ValueError, match=f"linear_log_probs: .*{words}"):
             flce_ops.linear_log_probs(*args)
-    found = flce_ops.linear_log_probs(*placed.args, entropy=True)
-    (first,) = torch.autograd.grad(full(found.entropy).sum(), placed.input, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_log_probs: second derivatives through the entropy"):
-        first.sum().backward()
+
+
+@pytest.mark.parametrize("world", worlds(2))
+def test_second_derivatives_of_log_probs_and_entropy_are_those_of_one_process(world):
+    run_in_world(world, second_derivatives)
+
+
+def second_derivatives(device):
+    inputs = batch(device, dtype=torch.float64, bias=True)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    names = ("input", "linear_weight", "linear_bias")
+    seconds = []
+    for made in (placed, inputs):
+        found = flce_ops.linear_log_probs(*made.args, entropy=True)
+        objective = (full(found.log_probs) + 0.3 * full(found.entropy)).square().sum()
+        leaves = [getattr(made, name) for name in names]
+        firsts = torch.autograd.grad(objective, leaves, create_graph=True)
+        penalty = sum(full(first).square().sum() for first in firsts)
+        seconds.append([full(second) for second in torch.autograd.grad(penalty, leaves)])
+    for name, ours, exact in zip(names, *seconds, strict=True):
+        assert error(ours, exact) < 1e-10, (name, error(ours, exact))

@@ -43,7 +43,7 @@ def example(device):
 @pytest.mark.parametrize("world", worlds(2, 4, gloo=(2,)))
 def test_benchmark_writes_its_rows_and_all_providers_agree(world, tmp_path):
     run_in_world(world, benchmark, str(tmp_path))
-    found = list(csv.DictReader((tmp_path / "distributed_vocabulary.csv").open()))
+    found = list(csv.DictReader(next(tmp_path.rglob("distributed_vocabulary.csv")).open()))
     tolerance = 1e-4 if world[0] == "cpu" else 1e-2  # bfloat16 on GPUs
     providers = {"ours", "ours_sequence", "loss_parallel", "gather_weight", "ideal"}
     assert {row["provider"] for row in found} == providers
@@ -53,41 +53,10 @@ def test_benchmark_writes_its_rows_and_all_providers_agree(world, tmp_path):
         if row["provider"] != "ideal":
             assert float(row["loss"]) == pytest.approx(float(found[0]["loss"]), rel=tolerance)
             assert float(row["grad_norm"]) == pytest.approx(float(found[0]["grad_norm"]), rel=10 * tolerance)
-    scaling = list(csv.DictReader((tmp_path / "distributed_weak_scaling.csv").open()))
+    scaling = list(csv.DictReader(next(tmp_path.rglob("distributed_weak_scaling.csv")).open()))
     assert {row["head"] for row in scaling} == {"flce_ops", "F.cross_entropy"}
     assert float(scaling[0]["loss"]) == pytest.approx(float(scaling[1]["loss"]), rel=tolerance)
     assert all(float(row["tokens_per_s"]) > 0 for row in scaling)
-
-
-@pytest.mark.parametrize("world", worlds(2))
-def test_overlap_times_every_place_of_the_sum(world, tmp_path):
-    run_in_world(world, overlap, str(tmp_path))
-    rows = {row["variant"]: row for row in csv.DictReader((tmp_path / "overlap.csv").open())}
-    assert set(rows) == {"no_sum", "after", "beside_chunk", "beside_all", "scatter_after", "scatter_beside"}
-    assert float(rows["after"]["x_after"]) == float(rows["scatter_after"]["x_after"]) == 1
-    assert all(row["chunks"] == "2" and float(row["ms"]) > 0 for row in rows.values())
-
-
-def overlap(device, directory):
-    from benchmarks import overlap
-    from benchmarks.shapes import Shape
-
-    step = overlap.OverlapStep(Shape(48, 32, 517), 24, torch.float32, device)
-    own = slice(24 * dist.get_rank(), 24 * dist.get_rank() + 24)
-    after = None
-    for name, variant in step.variants().items():
-        step.grad_weight.fill_(torch.nan)
-        step.grad_input.fill_(torch.nan)
-        variant()
-        if name == "after":
-            after = step.grad_input.clone(), step.grad_weight.clone()
-        elif after is not None:  # the sums are the same, wherever they are computed
-            found, exact = step.grad_input, after[0]
-            if name.startswith("scatter"):
-                found, exact = step.own_grad_input, after[0][own]
-            torch.testing.assert_close(found, exact)
-            torch.testing.assert_close(step.grad_weight, after[1])
-    overlap.run(overlap.parser().parse_args(["--toy", "--out", directory, "--commit", "test"]), device)
 
 
 def benchmark(device, directory):

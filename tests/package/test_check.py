@@ -78,3 +78,12 @@ def test_a_step_is_measured(capsys):
     lines = check.step(head)
     assert [line.what for line in lines][-1] == "workspace" and lines[-1].promised
     assert {line.path for line in lines} <= {"triton", "aten"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_told_without_a_traceback(capsys):
+    for name, hint in (("cuda", "sees no GPU here; install a CUDA build"), ("gpu", "Expected one of cpu, cuda")):
+        with pytest.raises(SystemExit) as stopped:
+            check.main(["--device", name])
+        assert stopped.value.code == 2 and f"error: --device {name}: " in (said := capsys.readouterr().err)
+        assert hint in said

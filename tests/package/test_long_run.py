@@ -3,45 +3,29 @@
 import subprocess
 import sys
 
-import long_run
 import pytest
 import torch
 from fresh_process import ROOT
 
-import flce_ops.support.path
+DEVICES = [
+    "--steps 450 --eager",
+    pytest.param(
+        "--steps 10000 --device cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
 
 
-def run(*arguments: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.long_run", *arguments]
+@pytest.mark.parametrize("options", DEVICES)
+def test_steps_of_changing_numbers_of_tokens_leave_nothing(options):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.long_run", *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_steps_of_changing_numbers_of_tokens_leave_nothing():
-    run("--steps", "450", "--eager")
+def test_a_tensor_that_each_step_keeps_is_told(monkeypatch):
+    import long_run
 
-
-@pytest.mark.exhaustive
-def test_thousands_of_steps_some_of_them_compiled_leave_nothing():
-    run("--steps", "3000")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_ten_thousand_steps_on_a_gpu_leave_nothing():
-    run("--steps", "10000", "--device", "cuda")
-
-
-def test_a_tensor_kept_by_each_step_and_a_cache_that_grows_are_told(monkeypatch):
     kept = []
-
-    def leaking(step):
-        kept.append(step.hidden)
-        flce_ops.support.path._logged.add((str(len(kept)), "", ""))
-        return long_run.loss(step)
-
-    logged = set(flce_ops.support.path._logged)
-    monkeypatch.setattr(flce_ops.support.path, "_logged", logged)
-    monkeypatch.setattr(long_run, "CALLS", [leaking])
-    told = " ".join(long_run.grown(long_run.run(30, "cpu", compiled=False), "cpu"))
-    assert "tensors" in told and "entries of caches" in told
+    monkeypatch.setattr(long_run, "CALLS", [lambda step: kept.append(step.hidden) or long_run.loss(step)])
+    assert "tensors" in " ".join(long_run.grown(long_run.run(30, "cpu", compiled=False), "cpu"))

@@ -134,26 +134,32 @@ NO_PERMUTATIONS = {
 
 
 @pytest.mark.parametrize("what", NO_PERMUTATIONS)
-def test_an_order_that_is_no_permutation_is_refused_whether_it_is_used_or_not(what):
+def test_an_order_that_is_no_permutation_is_refused(what):
     inputs = make_inputs((6, 5, 31), dtype=torch.float64, bias=True)
     order = NO_PERMUTATIONS[what](torch.randperm(31))
     probabilities = torch.rand(6, 31).double()
     heads, classes = inputs.linear_weight[:, None].expand(31, 2, 5), inputs.target[:, None].expand(6, 2)
     message = r"linear_cross_entropy: expected gradient_class_order to be a permutation.*an id twice or one outside"
-    for options in ({}, sparse(), {"return_metrics": ["lse"]}, {"reduction": "none"} | sparse(mode="drop")):
+    for options in (sparse(), sparse() | {"return_metrics": ["lse"]}, {"reduction": "none"} | sparse(mode="drop")):
         with pytest.raises(ValueError, match=message):
             flce_ops.linear_cross_entropy(*inputs.args, gradient_class_order=order, **options)
     for operands in ((inputs.linear_weight, probabilities), (heads, classes)):
         with pytest.raises(ValueError, match=message):
-            flce_ops.linear_cross_entropy(inputs.input, *operands, gradient_class_order=order)
+            flce_ops.linear_cross_entropy(inputs.input, *operands, gradient_class_order=order, **sparse())
 
 
-@pytest.mark.parametrize(
-    "options, backend",
-    [({}, "inductor"), ({"gradient_threshold": THRESHOLD, "gradient_mode": "drop"}, "aot_eager")],
-    ids=["inductor", "drop"],
-)
-def test_a_compiled_graph_refuses_an_order_that_is_no_permutation(options, backend):
+def test_an_order_without_a_threshold_is_refused():
+    """It would have no effect."""
+    inputs = make_inputs((6, 5, 31), dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match="gradient_class_order orders .* but gradient_threshold is 0; pass gradient_thr"
+    ):
+        flce_ops.linear_cross_entropy(*inputs.args, gradient_class_order=torch.randperm(31))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_graph_refuses_an_order_that_is_no_permutation(backend):
+    options = {"gradient_threshold": THRESHOLD, "gradient_mode": "drop"}
     inputs = make_inputs((6, 5, 31), dtype=torch.float64)
     order = torch.randperm(31)
     loss, counter = compiled(flce_ops.linear_cross_entropy, backend)

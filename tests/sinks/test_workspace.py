@@ -10,6 +10,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from inputs import make_inputs
@@ -137,11 +138,17 @@ def test_a_block_can_be_a_decorator():
     assert get_workspace() == DEFAULT
 
 
-@pytest.mark.parametrize("bytes", [0, -1, 2.0**20, True, None])
+@pytest.mark.parametrize("bytes", [0, -1, 0.5, 2.0**20 + 0.5, float("nan"), float("inf"), "1GB", True, None])
 @pytest.mark.parametrize("function", [set_workspace, lambda bytes: workspace(bytes).__enter__()], ids=["set", "block"])
 def test_what_is_no_positive_number_of_bytes_is_refused(function, bytes):
-    with pytest.raises(ValueError, match="workspace: expected a positive number of bytes"):
+    with pytest.raises(ValueError, match="workspace: expected a positive number of bytes, a whole one such as"):
         function(bytes)
+
+
+@pytest.mark.parametrize("bytes", [1e9, numpy.int64(10**9), numpy.float64(1e9)])
+def test_a_whole_number_of_any_type_is_a_number_of_bytes(bytes):
+    with workspace(bytes, retained=bytes):
+        assert get_workspace() == budgets.get_retained() == 10**9 and type(get_workspace()) is int
 
 
 @pytest.mark.parametrize("argument", ["nbytes", "retained"])

@@ -14,6 +14,7 @@ from inputs import make_inputs
 
 import flce_ops
 from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss, VocabParallel
+from flce_ops.functional import names
 from flce_ops.support.target_range import assert_in_range
 
 N, D, V = 6, 4, 9
@@ -408,6 +409,114 @@ def test_a_name_that_is_not_known_says_which_one_is_meant(function):
             function(**FUNCTIONS[function], **{given: 1})
     with pytest.raises(TypeError, match=f"^{function.__name__}: no argument is named potato; there are .*, softcap"):
         function(**FUNCTIONS[function], potato=1)
+
+
+def test_names_of_other_code_say_which_argument_is_meant():
+    x, w, t = HEAD.values()
+    for function, given, hint in (
+        (flce_ops.linear_cross_entropy, "hidden", "did you mean input?"),
+        (flce_ops.linear_log_probs, "x", "did you mean input?"),
+        (flce_ops.linear_cross_entropy, "lm_head", "did you mean linear_weight?"),
+        (flce_ops.linear_cross_entropy, "W", "did you mean linear_weight?"),
+        (flce_ops.linear_cross_entropy, "targets", "did you mean target?"),
+        (flce_ops.linear_cross_entropy, "logits", "flce_ops.cross_entropy takes logits"),
+        (flce_ops.cross_entropy, "input", "did you mean logits?"),
+        (flce_ops.linear_kl_div, "teacher_logits", r"teacher_probs=teacher_logits.softmax\(-1\)"),
+        (flce_ops.linear_kl_div, "teacher_hidden_states", "did you mean teacher_input?"),
+        (flce_ops.linear_policy_loss, "old_per_token_logps", "did you mean old_log_probs?"),
+        (flce_ops.linear_policy_loss, "epsilon_high", "did you mean clip_high?"),
+    ):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: no argument is named {given}; .*{hint}"):
+            function(x, w, t, **{given: x})
+    with pytest.raises(TypeError, match=r"linear_weight is missing; weight holds class weights, \(V,\), but has shape"):
+        flce_ops.linear_cross_entropy(x, target=t, weight=w)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'linear_weight'"):
+        flce_ops.linear_cross_entropy(x, target=t, weight=torch.ones(V))
+
+
+def test_every_name_in_the_table_of_names_is_meant():
+    """A name that stands for two arguments is one that no function has both of."""
+    arguments = [tuple(inspect.signature(function).parameters) for function in FUNCTIONS]
+    for ours, theirs in names.ELSEWHERE.items():
+        assert any(ours in of for of in arguments), ours
+        for name in theirs.split():
+            meant = [known for known, others in names.ELSEWHERE.items() if name in others.split()]
+            assert not any(name in of and ours in of for of in arguments), name
+            assert all(len(set(meant) & set(of)) <= 1 for of in arguments), name
+
+
+@pytest.mark.parametrize(
+    "rows, target, hint",
+    [
+        ((6, D), torch.zeros(6, V, dtype=torch.int64), r"one-hot, pass target.argmax\(-1\)"),
+        ((6, D), torch.zeros(2, 3, dtype=torch.int64), r"pass target.flatten\(\)"),
+        ((2, 3, D), torch.zeros(6, dtype=torch.int64), r"pass target.view\(2, 3\)"),
+        ((2, 5, D), torch.zeros(2, 4, dtype=torch.int64), "pass all labels with shift=True"),
+    ],
+    ids=["one-hot", "rows flattened", "target flattened", "labels shifted"],
+)
+def test_a_target_of_another_shape_says_what_is_likely_meant(rows, target, hint):
+    x, w = torch.randn(rows), HEAD["linear_weight"]
+    for call in (
+        lambda: flce_ops.linear_cross_entropy(x, w, target),
+        lambda: flce_ops.linear_policy_loss(x, w, target, torch.ones(rows[:-1])),
+        lambda: flce_ops.cross_entropy(x @ w.T, target),
+    ):
+        with pytest.raises(ValueError, match=f"expected target of shape .*{hint}"):
+            call()
+
+
+def test_classes_or_features_in_the_second_dimension_are_told():
+    """torch's order is (N, C, L)."""
+    target = torch.zeros(2, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"the classes come last here, not second: pass logits.movedim\(1, -1\)"):
+        flce_ops.cross_entropy(torch.randn(2, V, 5), target)
+    with pytest.raises(ValueError, match=r"the features come last here, not second: pass input.movedim\(1, -1\)"):
+        flce_ops.linear_cross_entropy(torch.randn(2, D, 5), HEAD["linear_weight"], target)
+    with pytest.raises(ValueError, match=r"as nn.Linear's weight; pass linear_weight.T"):
+        flce_ops.linear_cross_entropy(HEAD["input"], HEAD["linear_weight"].T, HEAD["target"])
+
+
+@pytest.mark.parametrize(
+    "convert, hint",
+    [
+        (torch.Tensor.tolist, r"pass torch.tensor\(target\)"),
+        (torch.Tensor.numpy, r"pass torch.from_numpy\(target\)"),
+        (lambda tensor: torch.nn.Embedding(2, 2), "pass target.weight"),
+    ],
+    ids=["list", "numpy", "module"],
+)
+def test_what_is_no_tensor_says_how_to_make_one(convert, hint):
+    x, w, t = HEAD.values()
+    with pytest.raises(TypeError, match=f"expected target to be a tensor, got .*; {hint}"):
+        flce_ops.linear_cross_entropy(x, w, convert(t))
+
+
+@pytest.mark.parametrize("value", [True, numpy.bool_(True), torch.tensor(True)], ids=["bool", "numpy", "tensor"])
+@pytest.mark.parametrize("name", ["temperature", "logit_scale", "normalizer"])
+def test_a_bool_is_no_number(name, value):
+    with pytest.raises(TypeError, match=f"expected {name} to be .*(True|bool)"):
+        flce_ops.linear_cross_entropy(*HEAD.values(), **{name: value})
+    if value is True and name != "normalizer":
+        with pytest.raises(TypeError, match=f"expected {name} to be a number, got True"):
+            torch.ops.flce.linear_cross_entropy(*HEAD.values(), **{name: value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_refused(value):
+    x, w, t = HEAD.values()
+    tokens = {"ref_log_probs": -torch.ones(6)}
+    for function, args, refused in (
+        (flce_ops.linear_cross_entropy, (x, w, t), ("logit_scale", "z_loss", "normalizer", "temperature")),
+        (flce_ops.linear_log_probs, (x, w, t), ("logit_scale",)),
+        (flce_ops.cross_entropy, (x @ w.T, t), ("logit_scale", "z_loss", "normalizer")),
+        (flce_ops.linear_kl_div, (x, w, x, w), ("logit_scale", "teacher_logit_scale", "normalizer")),
+        (flce_ops.linear_policy_loss, (x, w, t, torch.ones(6)), ("logit_scale", "beta", "normalizer")),
+    ):
+        for name in refused:
+            given = {name: value} | (tokens if name == "beta" else {})
+            with pytest.raises(ValueError, match=f"^{function.__name__}: expected {name} .*, got {value}"):
+                function(*args, **given)
 
 
 @pytest.mark.parametrize("made", [LinearCrossEntropyHead(D, V), LinearCrossEntropyLoss(D, V)], ids=["head", "loss"])

@@ -93,3 +93,20 @@ def test_log_probs_of_a_tied_head(device):
     exact = log_prob(lambda h, w: (h @ w.T).log_softmax(1).gather(1, inputs.target[:, None]))
     for ours, right in zip(found, exact, strict=True):
         assert error(ours, right) < TIGHT
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("changed", ["input", "linear_weight"])
+@pytest.mark.parametrize("heads", [0, 2], ids=["one head", "a head for each position"])
+def test_an_operand_changed_in_place_before_backward_is_an_error_by_that_name(heads, changed, reduction):
+    """torch's own error speaks of the views that the positions' heads are."""
+    inputs = make_inputs((6, 4, 9))
+    operands = {"input": inputs.input * 1.0, "linear_weight": inputs.linear_weight * 1.0}
+    weight, target = operands["linear_weight"], inputs.target
+    if heads:
+        operands["linear_weight"] = weight[:, None].expand(-1, heads, -1).clone()
+        target = target[:, None].expand(-1, heads)
+    loss = flce_ops.linear_cross_entropy(**operands, target=target, reduction=reduction).sum()
+    operands[changed].mul_(2.0)
+    with pytest.raises(RuntimeError, match="needed for gradient computation has been modified by an inplace operation"):
+        loss.backward()

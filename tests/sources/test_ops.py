@@ -199,7 +199,7 @@ def test_schemas_are_the_contract():
         'Tensor? main_grad=None, float gradient_threshold=0., str gradient_mode="unbiased", '
         "Tensor? gradient_seed=None, "
         'str gradient_sparse="both", Tensor? gradient_class_order=None, '
-        "bool batch_invariant=False) -> Tensor"
+        "bool batch_invariant=False, Tensor? learnt_scale=None) -> Tensor"
     )
 
 
@@ -220,7 +220,7 @@ DEFAULTS |= dict.fromkeys(("clip_low", "clip_high"), 0.2)
 DEFAULTS |= dict.fromkeys(("label_smoothing", "z_loss", "gradient_threshold"), 0.0)
 DEFAULTS |= dict.fromkeys(("vocab_start", "retain"), 0)
 STATISTICS = ("logit_sum", "argmax", "log_sum_sq_probs", "mean_logit", "lse", "entropy", "expected_log_prob", "tail")
-DEFAULTS |= dict.fromkeys((*STATISTICS, "batch_invariant"), False)
+DEFAULTS |= dict.fromkeys((*STATISTICS, "batch_invariant", "scale_gradient"), False)
 # inner operators have None for a number that does nothing
 OTHERS = {"logit_scale": None, "z_loss": None, "expected_log_prob": None}
 BETA = {"flce::linear_kl_div": 0.5, "flce::linear_policy_loss": 0.0}

@@ -5,6 +5,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from inputs import make_inputs
 from reference_loss import dense_logits, error, reference_loss
 from test_compile import compiled
@@ -72,6 +73,126 @@ def test_a_learnt_temperature_and_a_scale_of_the_students_logits(device):
     log_q = (F.linear(inputs.input, inputs.linear_weight) * right).log_softmax(1)
     F.kl_div(log_q, F.linear(*teacher).log_softmax(1), log_target=True, reduction="batchmean").backward()
     assert error(scale.grad, right.grad) < TIGHT
+
+
+OF_HALF = [torch.bfloat16, torch.float16]
+OPTIONS = {"plain": {}, "softcap": {"softcap": 2.0}}
+SCALED = {
+    "mean": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s, **o),
+    "none": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s, reduction="none", **o),
+    "log-probs": lambda x, w, t, b, s, o: flce_ops.linear_log_probs(x, w, t, b, logit_scale=s, **o).log_probs,
+    "policy": lambda x, w, t, b, s, o: (
+        flce_ops.linear_policy_loss(x, w, t, t.cos(), -3.0 - t.sin(), linear_bias=b, logit_scale=s, **o).loss
+    ),
+    "K classes": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(
+        x, w, torch.stack([t, t], 1), b, logit_scale=s, target_weight=torch.ones(len(t), 2, device=t.device), **o
+    ),
+    "probabilities": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(
+        x, w, F.one_hot(t.clamp(min=0), len(w)).to(x.dtype), b, logit_scale=s, **o
+    ),
+} | {
+    kind: lambda x, w, t, b, s, o, kind=kind: flce_ops.linear_kl_div(
+        x, w, x.detach().sin(), w.detach(), linear_bias=b, kind=kind, logit_scale=s, teacher_logit_scale=1.0, **o
+    )
+    for kind in ("forward", "reverse", "jsd", "nla")
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("dtype", [torch.float32, *OF_HALF], ids=str)
+def test_a_tensor_has_the_bits_of_the_number(device, dtype, name):
+    """With and without a gradient for it: the operands of the kernels are the same."""
+    inputs, found = example(device, dtype, bias=True), []
+    for scale in (1.3, torch.tensor(1.3, device=device), number(1.3, device, torch.float32)):
+        leaves = (inputs.input, inputs.linear_weight, inputs.linear_bias)
+        result = SCALED[name](*inputs.args, scale, OPTIONS["softcap"])
+        found.append((result, *torch.autograd.grad(result.sum(), leaves)))
+    for of_number, of_tensor, learnt in zip(*found, strict=True):
+        assert torch.equal(of_number, of_tensor) and torch.equal(of_number, learnt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *OF_HALF], ids=str)
+def test_a_temperature_that_is_a_tensor_has_the_bits_of_the_number(device, dtype):
+    inputs = example(device, dtype, bias=True)
+    found = [
+        flce_ops.linear_log_probs(*inputs.args, temperature=temperature, logit_scale=1.7).log_probs
+        for temperature in (0.7, torch.tensor(0.7, device=device), number(0.7, device, torch.float32))
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", SCALED)
+def test_every_function_gives_a_scale_its_derivative(device, name, options):
+    """Judged by the quotient of differences in float64, whose own error is about 1e-10."""
+    inputs, scale, step = example(device, bias=True), number(1.3, device), 1e-5
+
+    def value(scale):
+        return SCALED[name](*inputs.args, scale, OPTIONS[options]).sum()
+
+    found = torch.autograd.grad(value(scale), scale)[0]
+    with torch.no_grad():
+        expected = (value(1.3 + step) - value(1.3 - step)) / (2.0 * step)
+    assert error(found, expected) < 1e-8
+    for leaf in (inputs.input, inputs.linear_weight, inputs.linear_bias):
+        leaf.requires_grad_(False)  # the scale alone is learnt
+    assert error(torch.autograd.grad(value(scale), scale)[0], found) < TIGHT
+
+
+@pytest.mark.parametrize("dtype", OF_HALF, ids=str)
+def test_the_gradient_of_a_scale_under_a_saturated_softcap(device, dtype):
+    """Few classes are below the cap there, so the gradient is a small sum of large terms: rounded hidden states or
+    rounded gradients would leave it errors of plain torch's size.
+    """
+    ours = plain = 0.0
+    for _ in range(5):
+        x, w = torch.randn(48, 64, device=device), torch.randn(257, 64, device=device) * 10 / 8
+        target, found = torch.randint(257, (48,), device=device), []
+        for kind in (torch.float64, dtype):
+            scale = number(1.3, device, kind if kind == torch.float64 else torch.float32)
+            z = scale.to(kind) * F.linear(x.to(dtype).to(kind), w.to(dtype).to(kind))
+            z = (2.0 * torch.tanh(z / 2.0)).to(torch.float64 if kind == torch.float64 else torch.float32)
+            found.append(torch.autograd.grad(F.cross_entropy(z, target), scale)[0].double())
+        scale = number(1.3, device, torch.float32)
+        operands = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), target
+        loss = flce_ops.linear_cross_entropy(*operands, logit_scale=scale, softcap=2.0)
+        ours += error(torch.autograd.grad(loss, scale)[0].double(), found[0]) ** 2
+        plain += error(found[1], found[0]) ** 2
+    assert ours < 0.1 * plain
+
+
+def test_a_scale_of_0_gets_its_derivative(device):
+    inputs, scale, right = example(device, bias=True), number(0.0, device), number(0.0, device)
+    loss = flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale)
+    exact = reference_loss(*inputs.args, logit_scale=right)
+    assert error(loss, exact) < TIGHT
+    assert error(torch.autograd.grad(loss, scale)[0], torch.autograd.grad(exact, right)[0]) < TIGHT
+
+
+def test_a_learnt_scale_in_a_checkpointed_region(device):
+    inputs, found = example(device, bias=True), []
+    for checkpointed in (False, True):
+        scale = number(1.3, device)
+
+        def loss(scale=scale):
+            return flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale)
+
+        result = torch.utils.checkpoint.checkpoint(loss, use_reentrant=False) if checkpointed else loss()
+        found.append(torch.autograd.grad(result, scale)[0])
+    assert error(*found) < TIGHT
+
+
+def test_a_learnt_scale_under_vmap_and_grad(device):
+    args = example(device).args[:3]
+
+    def loss(scale):
+        return flce_ops.linear_cross_entropy(*args, logit_scale=scale)
+
+    scales = torch.tensor([0.7, 1.3], device=device, dtype=torch.float64)
+    found = torch.func.vmap(torch.func.grad(loss))(scales)
+    for scale, ours in zip(scales.clone(), found):
+        scale.requires_grad_()
+        assert error(ours, torch.autograd.grad(reference_loss(*args, logit_scale=scale), scale)[0]) < TIGHT
 
 
 def ignored_rows(device):
@@ -230,9 +351,21 @@ MISTAKES = [
     (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, temperature=-1.0), ValueError, "temperature.*positive"),
     (lambda x, w, t, s: torch.ops.flce.linear_cross_entropy(x, w, t, logit_scale=s), RuntimeError, "number"),
     (
-        lambda x, w, t, s: torch.ops.flce.linear_cross_entropy_forward(x, w, t, logit_scale=s),
+        lambda x, w, t, s: torch.ops.flce.linear_cross_entropy_forward(x, w, t, softcap=s),
+        NotImplementedError,
+        "softcap gets no gradient",
+    ),
+    (
+        lambda x, w, t, s: torch.ops.flce.cross_entropy_forward(x @ w.T, t, logit_scale=s),
         NotImplementedError,
         "logit_scale gets no gradient",
+    ),
+    (
+        lambda x, w, t, s: flce_ops.linear_cross_entropy(
+            x, w, t, logit_scale=s, gradient_threshold=1e-3, gradient_mode="drop"
+        ),
+        NotImplementedError,
+        "sparse gradient beside the gradient of a logit_scale.*gradient_threshold out",
     ),
 ]
 

@@ -7,13 +7,10 @@
 After that, the operator computes `model(input_ids, labels=labels).loss`. Without labels the logits are as before.
 
     patching.py               puts the new forward in place, and takes it away
-    forward.py                runs the model's own forward without the logits
-    read_head.py              reads from that forward's source what it does to the logits: logit_steps.py
-    operand.py                numbers and paths in the source; definition.py: its syntax tree
-    cross_entropy_call.py     for a forward that calls a cross-entropy itself
-    head.py                   an lm_head whose forward takes targets; refuses heads that it would get wrong
-    transform_head.py         a head that ends in a linear layer
-    lora_head.py              a head with PEFT's adapters
+    forward.py                runs the model's own forward without the logits, and finishes its output
+    logits.py                 the object that this forward has in place of logits; writes down what is done to them
+    head.py                   the modules that make logits; stand-ins for models, whose head returns that object
+    loss.py                   what a head computes: the steps that were written down, then the operator
     instance_forward.py       replaces and restores the forward of one module
     output_hooks.py           finds hooks that need the logits
     no_logits.py              the object that replaces the logits in an output

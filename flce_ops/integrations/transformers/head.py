@@ -1,139 +1,110 @@
-"""The lm_head, whose forward returns the loss when it gets targets: an nn.Linear, or a module that ends in an nn.Linear
-(transform_head.py).
+"""The modules that make a model's logits. Their forward returns the loss when it gets targets.
+
+    nn.Linear                     its input and weight
+    a container of a head         its own forward, on a stand-in whose head returns Logits: masked models
+    PEFT's layers, other heads    their own forward, with F.linear written down (loss.py)
 
 The loss runs inside the forward of the module that owns the weight. So libraries that gather parameters around a
 module's forward (FSDP, ZeRO-3, accelerate) gather them for the loss, too.
+
+A stand-in is another object with the attributes of a module, not a copy: what its code sets is set on the module. Only
+its class differs, in which the head is a Recorder. So a forward may call super(), or pass self on.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from ...functional import linear_cross_entropy
-from ..sparse_options import sparse_options
-from .definition import NotUnderstood
-from .instance_forward import (
-    BoundForward,
-    is_replaced,
-    replace_forward,
-    restore_forward,
-)
-from .lora_head import (
-    AdapterPair,
-    is_lora,
-    lora_or_loss,
-    loss_of_pair,
-    why_not_a_pair,
-)
-from .output_metrics import Metrics
-from .transform_head import inner_of, transform_then_loss
+from ...entry.shifted_target import next_labels
+from .instance_forward import BoundForward, is_replaced, replace_forward
+from .logits import ADVICE, Call, Logits
+from .loss import Affine, Hidden, Loss
 
-# B batch, T tokens, D hidden, V vocabulary
+# D hidden, V vocabulary
+
+STAND_IN = "_flce_stand_in"  # attribute of a model or container of a head: a StandIn
+CLASSES: dict[tuple[type, str], type] = {}  # of stand-ins made so far
 
 
-def linear_or_loss(
-    self: nn.Linear,
-    input: Tensor,  # (B, T, D)
-    target: Tensor | None = None,  # (B, T)
-    *,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | int | None = None,
-    logits_bias: Tensor | None = None,  # V entries, added to the layer's own bias
-    metrics: Metrics | None = None,  # written
-    gradient_threshold: float = 0.0,
-    pair: AdapterPair | None = None,  # of an adapter
-) -> Tensor:  # logits (B, T, V), or the loss ()
+def head_or_loss(
+    self: nn.Module,
+    input: Tensor,  # (..., D)
+    *args: Any,
+    target: Tensor | None = None,  # (...)
+    loss: Loss | None = None,
+    **kwargs: Any,
+) -> Tensor:  # logits (..., V), or the loss
     if target is None:
-        return nn.Linear.forward(self, input)
-    if vocab_size is not None and self.weight.shape[0] != vocab_size:
-        raise ValueError(
-            f"expected the head to have the {vocab_size} classes of the model's vocab_size, got a weight of shape "
-            f"{tuple(self.weight.shape)}; resize with model.resize_token_embeddings"
-        )
-    bias: Tensor | None = self.bias
-    if logits_bias is not None:
-        logits_bias = logits_bias.flatten().to(input.dtype)
-        bias = logits_bias if bias is None else bias + logits_bias
-    for name, given in (("metrics", metrics is not None), ("gradient_threshold", gradient_threshold != 0.0)):
-        if pair is not None and given:
-            raise NotImplementedError(
-                f"{name} of patch: not implemented for a head with a LoRA adapter; merge the adapter, or patch without"
-            )
-    of_head: Callable[..., Any] = linear_cross_entropy if pair is None else functools.partial(loss_of_pair, pair)
-    result = of_head(
-        input,
-        self.weight,
-        target,
-        bias,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        normalizer=normalizer,
-        **sparse_options(gradient_threshold, input.device),
-        **({} if metrics is None else {"return_metrics": metrics.names}),
+        return type(self).forward(self, input, *args, **kwargs)
+    loss = cast(Loss, loss)
+    if is_linear(self):
+        return loss.of(Affine(input, cast(Tensor, self.weight), cast(Tensor | None, self.bias)), target)
+    if STAND_IN in self.__dict__:
+        inner = type(self).forward(self.__dict__[STAND_IN].stand_in, input)
+        if isinstance(inner, Logits):
+            return inner.head(inner.hidden, target=target, loss=loss.after(inner.steps))
+    else:
+        found = type(self).forward(self, Hidden(input))
+        if isinstance(found, Affine):
+            return loss.of(found, target)
+    raise NotImplementedError(
+        f"expected the output embedding to be an nn.Linear, or to end in one, got {type(self).__module__}."
+        f"{type(self).__qualname__}, whose result is not input @ weight.T + bias; {ADVICE}"
     )
-    if metrics is None:
-        return cast(Tensor, result)
-    loss, found = cast(tuple[Tensor, dict[str, Tensor]], result)
-    metrics.put(found)
-    return loss
 
 
-linear_or_loss.flce_original = nn.Linear.forward  # type: ignore[attr-defined]
+head_or_loss.flce_original = nn.Module.forward  # type: ignore[attr-defined]
 
 
 def forward_of_head(module: nn.Module) -> BoundForward:
-    """The new forward of a head. It may be called while pickle is still loading the head, when `module` has no
-    attributes yet.
-    """
-    if is_linear(module):
-        return BoundForward(linear_or_loss, module, forward_of_head)
-    if is_lora(module):
-        return BoundForward(lora_or_loss, module, forward_of_head)
-    inner_of(module)  # reads the forward's source now, because torch.compile cannot trace that
-    return BoundForward(transform_then_loss, module, forward_of_head)
+    """The new forward of a head. While pickle loads the head, it may still be empty."""
+    return BoundForward(head_or_loss, module, forward_of_head)
 
 
-def prepare_head(head: nn.Module, model_name: str) -> None:
-    """Makes `head(hidden, target, ...)` return the loss, or refuses the head.
-
-    Runs before every loss, because the head of a patched model may be replaced (resize_token_embeddings) or wrapped
-    (PEFT).
-    """
-    for module in list(makers_of_logits(head, model_name)):
-        if not is_wrapper_of_peft(module) and not is_replaced(module):
-            replace_forward(module, forward_of_head(module))
+# ---------------------------------------------------------------- which modules
 
 
-def restore_head(head: nn.Module) -> None:
-    for module in head.modules():
-        restore_forward(module)
+@torch.compiler.disable(reason="a patched class finds a model's head at its first loss, which must run in eager mode")
+def find_head(model: PreTrainedModel) -> None:
+    """Notes in the model and in its containers where the head is."""
+    head = model.get_output_embeddings()
+    if head is None:
+        head = getattr(model, "lm_head", None)
+    path = next((name for name, module in model.named_modules() if module is head), None)
+    if path is None:
+        raise NotImplementedError(f"{type(model).__name__}: expected an output embedding, got {head!r}; {ADVICE}")
+    note_inner(model, path.split("."))
 
 
-def makers_of_logits(head: nn.Module, model_name: str) -> Iterator[nn.Module]:
-    """`head` and the modules in it that may compute its output, from the outside in."""
-    if is_linear(head):
-        yield head
-        return
-    if is_wrapper_of_peft(head):
-        inner = [cast(nn.Module, head.original_module), *cast(nn.ModuleDict, head.modules_to_save).values()]
-    elif is_lora(head) and why_not_a_pair(head) is None:
-        inner = [cast(nn.Module, head.base_layer), *cast(nn.ModuleDict, head.lora_B).values()]
-    else:
-        inner = [inner_linear_of(head, model_name)]
-    yield head
-    for module in inner:
-        yield from makers_of_logits(module, model_name)
+def note_inner(module: nn.Module, path: list[str]) -> None:
+    if path and is_wrapper_of_peft(module):
+        for copy in copies_in(module):
+            note_inner(copy, path[1 if path[0] == "original_module" else 2 :])
+    elif path:
+        module.__dict__[STAND_IN] = StandIn(module, path[0])
+        note_inner(getattr(module, path[0]), path[1:])
+
+
+def makers_of_logits(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and the modules in it that compute its logits, from the outside in."""
+    yield module
+    if is_wrapper_of_peft(module):
+        for copy in copies_in(module):
+            yield from makers_of_logits(copy)
+    elif STAND_IN in module.__dict__:
+        yield from makers_of_logits(getattr(module, module.__dict__[STAND_IN].name))
+
+
+def modules_that_see_logits(model: nn.Module) -> Iterator[nn.Module]:
+    for module in list(makers_of_logits(model))[1:]:
+        inside = STAND_IN in module.__dict__ or is_wrapper_of_peft(module)
+        yield from [module] if inside else module.modules()
 
 
 def is_linear(head: nn.Module) -> bool:
@@ -146,20 +117,111 @@ def is_wrapper_of_peft(head: nn.Module) -> bool:
     return peft is not None and isinstance(head, peft.ModulesToSaveWrapper)
 
 
-def inner_linear_of(head: nn.Module, model_name: str) -> nn.Module:
-    """The linear layer at the end of `head`, which PEFT may have wrapped."""
-    why = ""
-    if isinstance(head, nn.Module):
+def copies_in(wrapper: nn.Module) -> list[nn.Module]:
+    return [cast(nn.Module, wrapper.original_module), *cast(nn.ModuleDict, wrapper.modules_to_save).values()]
+
+
+def prepare_head(module: nn.Module) -> None:
+    if not is_wrapper_of_peft(module) and not is_replaced(module):
+        replace_forward(module, forward_of_head(module))
+
+
+def classes_of(head: nn.Module) -> int:
+    innermost = list(makers_of_logits(head))[-1]
+    for module in innermost.modules():
+        if isinstance(module, nn.Linear):
+            # a sharded weight has fewer rows, and one that is tied to a longer embedding has more
+            return max(module.out_features, module.weight.shape[0] if module.weight.dim() == 2 else 0)
+    raise NotImplementedError(f"expected the output embedding to be an nn.Linear, got {innermost!r}; {ADVICE}")
+
+
+# ---------------------------------------------------------------- stand-ins
+
+
+class StandIn:
+    """Holds the stand-in of a module. Copies and pickles make the stand-in of the copy."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        """name: of the child of `module` that makes the logits. While pickle loads the module, it may be empty."""
+        self.module, self.name = module, name
+        self.call: Call | None = None  # while the forward of a model runs without logits
+        key = type(module), name
+        if key not in CLASSES:
+            CLASSES[key] = class_of_stand_in(*key)
+        self.stand_in: Any = object.__new__(CLASSES[key])
+        object.__setattr__(self.stand_in, "__dict__", module.__dict__)
+
+    def __reduce__(self) -> tuple:
+        return StandIn, (self.module, self.name)
+
+
+def class_of_stand_in(cls: type, name: str) -> type:
+    def inner(self: Any) -> Any:
+        child, call = self._modules[name], self.__dict__[STAND_IN].call or Call(cls.__name__)
+        return InnerModel(child, call) if isinstance(child, PreTrainedModel) else Recorder(child, call)
+
+    given_by_class = getattr(cls, "loss_function", None)
+    getter: Any = given_by_class.fget if isinstance(given_by_class, property) else None
+
+    def loss_function(self: Any) -> Any:
+        given = getter(self)
+        return functools.partial(loss_of_logits, given) if given in (ForCausalLMLoss, ForMaskedLMLoss) else given
+
+    names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, name: property(inner)}
+    if getter is not None:
+        names["loss_function"] = property(loss_function)
+    return type(cls.__name__, (cls,), names)
+
+
+def loss_of_logits(
+    given: Any,
+    logits: Any,
+    labels: Tensor,  # (B, T)
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,  # (B, T)
+    **kwargs: Any,
+) -> Tensor:  # ()
+    """Same as `given`, Transformers' ForCausalLMLoss or ForMaskedLMLoss. Divides by num_items_in_batch inside."""
+    if not isinstance(logits, Logits):
+        return given(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs)
+    target = labels
+    if given is ForCausalLMLoss:
+        target = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
+    return logits.view(-1, vocab_size).cross_entropy(target, ignore_index=ignore_index, normalizer=num_items_in_batch)
+
+
+class Recorder:
+    """A head while the forward around it runs: returns Logits."""
+
+    def __init__(self, head: nn.Module, call: Call) -> None:
+        self.head, self.call = head, call
+
+    def __getattr__(self, name: str) -> Any:  # the forward may read the weight's dtype
+        return getattr(self.head, name)
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Logits:  # (..., D) -> (..., V)
+        if args or kwargs:
+            raise NotImplementedError(
+                f"{self.call.model}: expected its forward to call its head with hidden states alone; {ADVICE}"
+            )
+        return Logits(self.head, hidden, (*hidden.shape[:-1], classes_of(self.head)), self.call, hidden.dtype)
+
+
+class InnerModel:
+    """A model inside of a model while the outer forward runs: its output has Logits."""
+
+    def __init__(self, model: PreTrainedModel, call: Call) -> None:
+        self.model, self.call = model, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holder = self.model.__dict__[STAND_IN]
+        holder.call = self.call
         try:
-            return getattr(head, inner_of(head).name)
-        except NotUnderstood as error:
-            why = f" ({error})"
-    advice = "leave the model unpatched"
-    if hasattr(head, "base_layer"):
-        why = f" ({why_not_a_pair(head)})" if is_lora(head) else ""
-        advice = "merge the adapter, leave the head out of its target_modules or train it in modules_to_save"
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    raise NotImplementedError(
-        f"{model_name}: expected its output embedding to be a plain nn.Linear, got {kind}, whose result is not "
-        f"input @ weight.T + bias{why}; {advice}"
-    )
+            return self.model(*args, **kwargs)
+        finally:
+            holder.call = None

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.utils import ModelOutput
 
 # made for output classes seen so far; torch.compile cannot make a class
 CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
@@ -28,13 +27,17 @@ class Metrics:
         self.found: dict[str, Tensor] = {}
 
     def put(self, found: dict[str, Tensor]) -> None:
+        if self.found:
+            raise NotImplementedError("metrics of patch: not implemented for several losses; patch without")
         for name, values in found.items():
             self.found[name] = values.full_tensor() if isinstance(values, DTensor) else values
 
 
-def with_metrics(output: ModelOutput, found: dict[str, Tensor]) -> ModelOutput:
+def with_metrics(output: Any, found: dict[str, Tensor]) -> Any:
     if not found:
         return output
+    if isinstance(output, tuple):
+        return (*output, *found.values())
     key = (type(output), tuple(found))
     if key not in CLASSES:
         CLASSES[key] = class_with(*key)

@@ -1,6 +1,7 @@
 """Puts the forward without logits in place, on a model or on a class, and takes it away."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
@@ -11,26 +12,20 @@ from ...entry.arguments import check_ranges
 from ...entry.metrics import NAMES, checked_names
 from ...functional.public import typed
 from ..sparse_options import check_threshold
-from .definition import NotUnderstood
 from .forward import (
     ACTIVE,
     EVAL_LOGITS,
     GRADIENT_THRESHOLD,
     LABEL_SMOOTHING,
     METRICS,
-    check_loss,
+    activate,
     forward_without_logits,
+    original_of,
+    prepare,
+    restore,
 )
-from .head import prepare_head, restore_head
-from .instance_forward import (
-    BoundForward,
-    has_another_forward,
-    is_replaced,
-    replace_forward,
-    restore_forward,
-)
-from .logit_steps import Head
-from .read_head import read_head
+from .liger import check_loss_is_not_ligers
+from .logits import ADVICE
 from .trainer import announce_to_models
 
 Model = TypeVar("Model", bound=nn.Module | type[PreTrainedModel])
@@ -76,19 +71,24 @@ def patch(
         model_or_class.
 
     Raises:
-        NotImplementedError: the operator cannot replace what the model does with its logits, or the model's head.
+        NotImplementedError: the model has no output embedding, or its forward takes no labels or was replaced. The
+            first loss raises it, too, if it needs the logits: for another operation than a scale, a softcap, a bias,
+            a choice of tokens and a cross-entropy, or for a head that is no linear layer.
         TypeError: not a Transformers model.
         ValueError: an unknown metric, a gradient_threshold outside [0, 1), or a label_smoothing outside [0, 1].
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     check_threshold("patch", gradient_threshold)
     check_ranges("patch", label_smoothing=label_smoothing)
+    check_loss_is_not_ligers(model_or_class)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
         patched: nn.Module | type[PreTrainedModel] = model_or_class
     else:
         patched = base_model_of(model_or_class)
-        patch_instance(patched)
+        check_labels(type(patched))
+        prepare(patched)
+        activate(patched)
     chosen = {
         "eval_logits": eval_logits,
         "metrics": names,
@@ -115,9 +115,7 @@ def unpatch(model_or_class: Model) -> Model:
     model = base_model_of(model_or_class)
     if not getattr(model, ACTIVE, False):
         raise ValueError(f"this {type(model).__name__} is not patched (its class may be)")
-    setattr(model, ACTIVE, False)  # enough if a wrapper (accelerate's autocast) now holds the forward
-    restore_forward(model)
-    restore_head(getattr(model, head_of(type(model)).name))
+    restore(model)
     forget_options(model)
     return model_or_class
 
@@ -156,40 +154,14 @@ def patched(
 def patch_class(cls: type[nn.Module]) -> None:
     if not issubclass(cls, PreTrainedModel):
         raise TypeError(f"expected a class of Transformers models, got {cls!r}")
+    check_labels(cls)
     if not hasattr(cls.forward, "flce_original"):
-        head = head_of(cls)
-        cls.forward = forward_without_logits(cls.forward, head, of_instance=False)
+        cls.forward = forward_without_logits(cls, of_instance=False)
 
 
-def patch_instance(model: PreTrainedModel) -> None:
-    cls = type(model)
-    head = head_of(cls)
-    check_loss(model, head)
-    prepare_head(getattr(model, head.name), cls.__name__)
-    held_by_a_wrapper = hasattr(model, ACTIVE) and has_another_forward(model, original_of(cls))
-    if not is_replaced(model) and not held_by_a_wrapper:
-        replace_forward(model, forward_of_model(model))
-    setattr(model, ACTIVE, True)
-
-
-def forward_of_model(model: nn.Module) -> BoundForward:
-    """The new forward of a model. While pickle loads the model, it may still be empty."""
-    cls = type(model)
-    function = forward_without_logits(original_of(cls), head_of(cls), of_instance=True)
-    return BoundForward(function, model, forward_of_model)
-
-
-def head_of(cls: type[nn.Module]) -> Head:
-    try:
-        return read_head(original_of(cls))
-    except NotUnderstood as error:
-        raise NotImplementedError(
-            f"{cls.__name__}: {error}. Its loss without logits would differ from its own, so leave it unpatched"
-        ) from error
-
-
-def original_of(cls: type[nn.Module]) -> Callable:
-    return getattr(cls.forward, "flce_original", cls.forward)
+def check_labels(cls: type[nn.Module]) -> None:
+    if "labels" not in inspect.signature(original_of(cls)).parameters:
+        raise NotImplementedError(f"{cls.__name__}: its forward takes no labels; {ADVICE}")
 
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
 from .forward import (
+    EVAL_LOGITS,
     SMOOTHED_BY_TRAINER,
     TAKEN_BY_TRAINER,
     SmoothedLoss,
     gives_logits,
     is_patched,
 )
+from .liger import check_loss_is_not_ligers
 
 
 def announce_to_models() -> None:
@@ -76,6 +78,8 @@ def announcing_labels(original: Callable) -> Callable:
         base = named = self.accelerator.unwrap_model(model)
         if hasattr(base, "get_base_model"):
             base, named = base.get_base_model(), base.base_model.model
+        if hasattr(base, EVAL_LOGITS):  # it was patched
+            check_loss_is_not_ligers(base)
         served = type(smoother) is LabelSmoother and self.compute_loss_func is None and isinstance(labels, Tensor)
         if not served or not is_patched(base) or gives_logits(base):
             return original(self, model, inputs, return_outputs, num_items_in_batch)

@@ -15,11 +15,13 @@ Both passes over the matrices are bound by memory traffic: they read 4 bytes an 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
+from ...objectives import divergence
 from ...objectives.divergence import Divergence, ForwardKL, TotalVariation
 from ...objectives.in_triton import LN2, number
 from ...support.integers import cdiv
@@ -34,6 +36,7 @@ from .softmax_rows import Softmax, move_shift
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it
 
+LEAST_UNSHIFTED = tl.constexpr(divergence.LEAST_UNSHIFTED)  # of logarithms in base 2 here
 BLOCK_ROWS = 64  # rows of a program, in kernels that read one number for each row
 
 
@@ -46,11 +49,11 @@ class Distributions(NamedTuple):
 
 
 class RowScale(NamedTuple):
-    """The factors that multiply G."""
+    """The factors that multiply G, and what a shifted kind adds to logarithms."""
 
     row_scale: Tensor  # (N,)
     logit_scale: Tensor | None  # () or (N,)
-    of_sums: Tensor | None = None  # (n,)
+    offset: Tensor | None = None  # (n,), for a shifted kind
 
 
 @triton.jit
@@ -114,6 +117,7 @@ def divergence_kernel(
     OF_ENTRY: tl.constexpr,
     GRADIENT: tl.constexpr,
     SUMS: tl.constexpr,  # s, the number of sums
+    SHIFTED: tl.constexpr,  # behind the sums, each tile's shift is stored; a program then has one tile
     TILES: tl.constexpr,  # tiles of a program
     EVEN: tl.constexpr,  # rows are not padded: V is their stride
     BLOCK_N: tl.constexpr,
@@ -139,8 +143,8 @@ def divergence_kernel(
                 row_number = tl.load(row_number_ptr + rows, mask=row_mask, other=0.0)[:, None]
             logit_scale = number(scale.logit_scale, 1.0)
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
-            if scale.of_sums is not None:
-                factor *= tl.load(scale.of_sums + rows, mask=row_mask, other=0.0)
+            if scale.offset is not None:
+                row_number = (row_number, tl.load(scale.offset + rows, mask=row_mask, other=0.0)[:, None])
             # nan everywhere: an infinite factor would otherwise give inf, -inf and nan in one row
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
         for k in tl.static_range(TILES):
@@ -155,7 +159,12 @@ def divergence_kernel(
                 if not OF_GIVEN_P:
                     log2_p = tl.log2(log2_p)
             if sums_ptr is not None:
-                terms = OF_ENTRY(log2_q, log2_p, beta)
+                if SHIFTED:
+                    largest = tl.max(tl.minimum(log2_q, log2_p), 1)
+                    largest = tl.where(largest < LEAST_UNSHIFTED, largest, 0.0)
+                    terms = OF_ENTRY(log2_q, log2_p, tl.where(largest == float("-inf"), 0.0, largest)[:, None])
+                else:
+                    terms = OF_ENTRY(log2_q, log2_p, beta)
                 if k == 0:
                     totals = terms
                 else:
@@ -172,6 +181,8 @@ def divergence_kernel(
             next_sum = programs.to(tl.int64) * row_distance(n)
             for k in tl.static_range(SUMS):
                 tl.store(sums_ptr + k * next_sum + partial, tl.sum(totals[k], 1), mask=row_mask)
+            if SHIFTED:
+                tl.store(sums_ptr + SUMS * next_sum + partial, largest, mask=row_mask)
 
 
 @triton.jit
@@ -183,7 +194,9 @@ def added(totals, terms, SUMS: tl.constexpr):
 
 
 class RowResults(NamedTuple):
-    """In nats, indexed by token; 0 for ignored tokens. Forward returns them; backward gets all but the first."""
+    """In nats, indexed by token; 0 for ignored tokens. Forward returns them; backward gets the first for a shifted kind
+    alone.
+    """
 
     divergence: Tensor | None = None  # (N,)
     shift: Tensor | None = None  # (2, N)
@@ -199,12 +212,12 @@ def finish_divergence_kernel(
     teacher_shift_ptr,  # (2, n)
     results,  # RowResults
     row_number_ptr,  # (n,) out
-    scale_of_sums_ptr,  # (n,) out; or None
+    offset_ptr,  # (n,) out; or None
     valid_tokens,  # ValidTokens
     n,
     N,
     OF_SUMS: tl.constexpr,
-    SCALE_OF_SUMS: tl.constexpr,
+    OFFSET_OF_SUMS: tl.constexpr,
     SUMS: tl.constexpr,  # s, the number of sums
     BLOCK_N: tl.constexpr,
 ):
@@ -217,8 +230,8 @@ def finish_divergence_kernel(
         totals += (tl.load(totals_ptr + k * n + i, mask=mask, other=1.0),)  # type: ignore[assignment]
     value, row_number = OF_SUMS(totals, number(beta_ptr))
     tl.store(row_number_ptr + i, row_number, mask=mask)
-    if scale_of_sums_ptr is not None:
-        tl.store(scale_of_sums_ptr + i, SCALE_OF_SUMS(totals), mask=mask)
+    if offset_ptr is not None:
+        tl.store(offset_ptr + i, OFFSET_OF_SUMS(totals), mask=mask)
     if results.divergence is not None:
         tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
     if results.student_kl is not None:
@@ -235,6 +248,7 @@ def known_rows_kernel(
     student_shift_ptr,  # (2, n) out
     teacher_shift_ptr,  # (2, n) out
     row_number_ptr,  # (n,) out
+    offset_ptr,  # (n,) out; or None
     valid_tokens,  # ValidTokens
     n,
     N,
@@ -248,6 +262,8 @@ def known_rows_kernel(
         move_shift(known.teacher_shift, token, N, teacher_shift_ptr, i, n, mask, mask, LOG2E)
     if known.student_kl is not None:
         tl.store(row_number_ptr + i, tl.load(known.student_kl + token, mask=mask, other=0.0) / LN2, mask=mask)
+    if offset_ptr is not None:
+        tl.store(offset_ptr + i, tl.load(known.divergence + token, mask=mask, other=0.0) / LN2, mask=mask)
 
 
 @dataclass(eq=False)
@@ -265,8 +281,8 @@ class Rows:
         self.n = student.logits.shape[0]
         self.shifts = [softmax.shift for softmax in (student, teacher) if softmax is not None]
         self.row_number = student.shift.new_empty(self.n)
-        self.scale_of_sums: Tensor | None = None
-        self.tiles_of_sums = 2 if issubclass(self.kind, TotalVariation) else 1
+        self.offset = self.row_number.new_empty(self.n) if self.kind.shifted else None
+        self.tiles_of_sums = 2 if self.kind is TotalVariation else 1
         # the other divergences need a sum over the row before G; so do given probabilities, which may not add up to 1
         self.gradient_at_once = self.kind is ForwardKL and teacher is not None
 
@@ -279,12 +295,16 @@ class Rows:
         sums = sums.view(-1)[: count * tiles * room].view(count, tiles, room)
         self.launch(sums, gradient, None, scale)
         totals = sums.new_empty(sums.shape[0], self.n)
+        if self.kind.shifted:  # the tiles' sums are made relative to the row's shift
+            shift = sums[-1].amax(0).clamp(min=-1e30)
+            sums[:2] *= torch.exp2(sums[-1] - shift)
         launch_sum_tiles(sums, totals, self.valid_tokens)
+        if self.kind.shifted:
+            totals[-1] = shift[: self.n]
         return totals
 
     def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
-        of_sums = self.kind.scale_of_sums
-        self.scale_of_sums = None if of_sums is None else self.row_number.new_empty(self.row_number.shape)
+        of_sums = self.kind.offset_of_sums
         finish_divergence_kernel[(cdiv(self.n, BLOCK_ROWS),)](
             totals,
             self.beta,
@@ -292,12 +312,12 @@ class Rows:
             self.shifts[-1],
             results,
             self.row_number,
-            self.scale_of_sums,
+            self.offset,
             self.valid_tokens,
             self.n,
             tokens,
             OF_SUMS=self.kind.of_sums.jit,
-            SCALE_OF_SUMS=None if of_sums is None else of_sums.jit,
+            OFFSET_OF_SUMS=None if of_sums is None else of_sums.jit,
             SUMS=self.kind.sums,
             BLOCK_N=BLOCK_ROWS,
             num_warps=2,
@@ -307,11 +327,11 @@ class Rows:
         """Fills in the shifts, and the number of each row, from what forward returned."""
         shifts, n, tokens = (self.shifts[0], self.shifts[-1]), self.n, known.shift.shape[1]
         known_rows_kernel[(cdiv(n, BLOCK_ROWS),)](
-            known, *shifts, self.row_number, self.valid_tokens, n, tokens, BLOCK_N=BLOCK_ROWS, num_warps=2
+            known, *shifts, self.row_number, self.offset, self.valid_tokens, n, tokens, BLOCK_N=BLOCK_ROWS, num_warps=2
         )
 
     def make_gradient(self, gradient: Tensor, scale: RowScale) -> None:
-        scale = scale._replace(of_sums=self.scale_of_sums)
+        scale = scale._replace(offset=self.offset)
         self.launch(None, gradient, None if self.gradient_at_once else self.row_number, scale)
 
     def launch(
@@ -341,7 +361,8 @@ class Rows:
             OF_GIVEN_P=self.kind.of_given_p,
             OF_ENTRY=self.kind.of_entry.jit,
             GRADIENT=self.kind.gradient.jit,
-            SUMS=self.kind.sums,
+            SUMS=self.kind.sums - self.kind.shifted,
+            SHIFTED=self.kind.shifted,
             TILES=tiles,
             EVEN=logits.shape[1] == student.stride,
             BLOCK_N=block_n,

@@ -44,7 +44,7 @@ def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]
 
 @takes(KlDivWithGrad)
 @with_padded_features
-def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
     call.row_scale = call.row_scale.contiguous()
     run(call, with_grad_step, outputs)
@@ -54,10 +54,10 @@ def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, Tensor, Tensor
 def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[slice]:
     loss, divergence, *grads = outputs
     valid_tokens, place = compacted_tokens(call.operands)
-    gradients = wanted_gradients(grads, call.output_mask)
+    gradients = wanted_gradients(grads, call)
     scale = RowScale(call.row_scale, call.options.logit_scale)
     chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale).run()
-    finish_gradients(grads, gradients, valid_tokens, place)
+    finish_gradients(grads, gradients, valid_tokens, place, call)
     launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
     return chunks
 
@@ -66,8 +66,8 @@ def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[sli
 @with_padded_features
 def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     outputs = meta.outputs(call)
-    call.grad, call.shift, call.teacher_shift, call.student_kl = contiguous(
-        call.grad, call.shift, call.teacher_shift, call.student_kl
+    call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence = contiguous(
+        call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence
     )
     run(call, backward_step, outputs)
     return outputs
@@ -75,11 +75,11 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
 
 def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compacted_tokens(call.operands)
-    gradients = wanted_gradients(outputs, call.output_mask)
+    gradients = wanted_gradients(outputs, call)
     of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
-    known, scale = RowResults(None, *of_rows), RowScale(call.grad, call.options.logit_scale)
+    known, scale = RowResults(call.divergence, *of_rows), RowScale(call.grad, call.options.logit_scale)
     chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(), scale, known).run()
-    finish_gradients(outputs, gradients, valid_tokens, place)
+    finish_gradients(outputs, gradients, valid_tokens, place, call)
     return chunks
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ...objectives.divergence import DIVERGENCES
-from ...support.exchange import all_reduce
+from ...support.exchange import all_gather, all_reduce
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
@@ -61,7 +61,7 @@ class KlDivStep:
     def __post_init__(self) -> None:
         operands = self.operands
         self.chunking = chunking = chunk_rows(operands, self.options, self.gradients)
-        self.grad_input, grad_weight, self.bias_sum = self.gradients
+        self.grad_input, grad_weight, self.bias_sum, _ = self.gradients
         input, teacher_input = operands.input, operands.teacher_input
         self.tokens, hidden = input.shape
         self.classes = operands.linear_weight.shape[0]
@@ -109,10 +109,18 @@ class KlDivStep:
             rows.take(self.known)
         if self.known is None or not (self.options.of_student or rows.gradient_at_once):
             totals = rows.add_up(sums, gradient if rows.gradient_at_once else None, self.scale)
-            totals = all_reduce(totals, self.options.group, self.options.ranks)
+            totals = self.add_ranks(totals, rows.kind.shifted)
             rows.finish(totals, self.results, self.tokens)
         if gradient is not None and not (self.known is None and rows.gradient_at_once):
             rows.make_gradient(gradient, self.scale)
+
+    def add_ranks(self, totals: Tensor, shifted: bool) -> Tensor:  # (s, n)
+        group, ranks = self.options.group, self.options.ranks
+        if not shifted or ranks == 1:
+            return all_reduce(totals, group, ranks)
+        shift = all_gather(totals[-1], group, ranks).amax(0)
+        totals[:2] *= torch.exp2(totals[-1] - shift)
+        return torch.cat([all_reduce(totals[:-1].contiguous(), group, ranks), shift[None]])
 
     def softmaxes(self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor) -> tuple[Distributions, Tensor]:
         """Returns the distributions of a block, without their shifts if forward returned these, and (s, T, n) memory
@@ -170,7 +178,7 @@ class KlDivStep:
             self.grad_input[chunk],
             self.operands.linear_weight,
             gradient,
-            Finish(),
+            self.gradients.summed(Finish(), chunk, self.operands.input),
             valid_tokens,
             memory,
             by_ranges=by_ranges,

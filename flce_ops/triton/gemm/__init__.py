@@ -6,7 +6,6 @@ tile_sums.py             adds up the numbers that epilogues store for each row a
 weight_gradient.py       E.T @ (c input), summed over chunks
     sum_scales.py        the scales of that sum
     overflow_rows.py     rows that overflow their scale
-    transposed_tiles.py  computes the last features in transposed tiles, if they fill at most half a tile
 input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
 class_blocks.py          which blocks of classes they visit

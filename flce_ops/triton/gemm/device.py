@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops
-from ...support.vendor import H200, Chip, made_by_nvidia
+from ...support.vendor import Chip, made_by_nvidia
 from .tiles import AMPERE, HOPPER, INPUT_TILES, INTERPRETER, WEIGHT_TILES, Tiles, data_centre_chip
 from .tma import fits_tma
 
@@ -58,8 +58,8 @@ def on_tma_device(tensor: Tensor) -> bool:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """For a meta tensor: an H200, which the planner assumes."""
-    return H200 if device.type == "meta" else chip_of_gpu(device)
+    """For a meta tensor: the current GPU, whose kernels are compiled (first_call.py)."""
+    return chip_of_gpu(torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device)
 
 
 def capability_of(device: torch.device) -> int:

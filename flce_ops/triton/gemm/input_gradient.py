@@ -25,23 +25,29 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .device import input_tiles_for, multiprocessors
 from .split_k import splits_of, steps_of_range
-from .tma import kernel_matrices, load_tile, matrix_of, store_tile
+from .tma import Matrix, kernel_matrices, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it
 
 
+SUMMED = tl.constexpr(32)  # at most one sum over columns for each of so many
+
+
 class Finish(NamedTuple):
-    """What turns the product E @ W into grad_input. All are (n,) except the last."""
+    """What turns the product E @ W into grad_input, (n,) each, and what else is made of it."""
 
     row_factor: Tensor | None = None  # c_i; None for 1
     column: Tensor | None = None  # int64, the target's class, -1 for none; given together with `residual`
     residual: Tensor | None = None
     outer_row: Tensor | None = None  # outer_row times outer_column is added, a matrix of rank 1
     outer_column: Tensor | None = None  # (D,)
+    sums: Tensor | None = None  # (n, D / SUMMED) out, input . grad_input over a tile's columns
+    input: Matrix | None = None  # (N, D), given together with `sums`
 
     def of(self, rows: slice) -> "Finish":
-        per_row = [None if vector is None else vector[rows] for vector in self[:-1]]
-        return Finish._make([*per_row, self.outer_column])
+        whole = {"outer_column": self.outer_column, "input": self.input}
+        of_rows = (None if field in whole or vector is None else vector[rows] for field, vector in zip(self._fields, self))
+        return Finish(*of_rows)._replace(**whole)
 
 
 @triton.jit
@@ -53,6 +59,8 @@ def finished_tile(
     col_mask,
     finish,  # Finish
     linear_weight,  # (V, D)
+    valid_tokens,  # ValidTokens
+    D,
 ):
     if finish.row_factor is not None:
         product *= tl.load(finish.row_factor + rows, mask=row_mask, other=0.0)[:, None]
@@ -65,6 +73,11 @@ def finished_tile(
     if finish.outer_row is not None:
         outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
         product += outer[:, None] * tl.load(finish.outer_column + cols, mask=col_mask, other=0.0)[None, :]
+    if finish.sums is not None:
+        token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
+        input = load_tile(finish.input, token, cols, row_mask, col_mask)
+        place = rows.to(tl.int64) * tl.cdiv(D, SUMMED) + tl.min(cols, 0) // SUMMED
+        tl.store(finish.sums + place, tl.sum(product * input.to(tl.float32), 1), mask=row_mask)
     return product
 
 
@@ -124,7 +137,7 @@ def input_gradient_kernel(
             if blocks.number is not None:
                 step = step_at(blocks, k + 1, BLOCK_K)
         if splits == 1:
-            grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight)
+            grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight, valid_tokens, D)
             store_tile(out, grad, rows, cols, row_mask, col_mask)
         else:
             mask = row_mask[:, None] & col_mask[None, :]
@@ -164,7 +177,7 @@ def finish_product_kernel(
         for split in range(splits):
             product = product_ptr + (split * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
             acc += tl.load(product, mask=mask, other=0.0)
-        grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight)
+        grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight, valid_tokens, D)
         store_tile(out, grad, rows, cols, row_mask, col_mask)
 
 

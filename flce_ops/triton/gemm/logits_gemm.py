@@ -7,7 +7,6 @@
                                  BLOCK_N
 
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
-                        + the product of a low-rank pair, if there is one              (low_rank_pair.py)
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z), which also stores sums, one number per row and tile             (epilogues.py)
              0 in a tile's rows after the last valid token                            (valid_tokens.py)

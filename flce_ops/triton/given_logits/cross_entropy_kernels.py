@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...objectives.in_triton import LN2
 from ..kernel import Kernel
+from ..masks import everywhere
 from ..rows.logit_numbers import loaded
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
@@ -97,7 +98,7 @@ def rows_kernel(
     edge, there = edges_of(row, VEC)
     # read first, because the gradient may overwrite the logits
     u_target = tl.load(row.pointer + column, mask=valid, other=0.0)
-    u_edges = tl.load(row.pointer + edge, mask=there & valid, other=0.0)
+    u_edges = tl.load(row.pointer + edge, mask=there & everywhere(valid, there), other=0.0)
 
     if known.lse is None:
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)

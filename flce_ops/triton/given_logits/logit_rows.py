@@ -23,6 +23,7 @@ from torch import Tensor
 from ...math.options import LogitOptions
 from ...objectives.in_triton import LN2
 from ..gemm.logits_gemm import LOG2E, base2_logits
+from ..masks import everywhere
 
 # N tokens, V vocabulary
 
@@ -116,9 +117,9 @@ def load_block(
     if groups_ptr.dtype.element_ty.primitive_bitwidth == 16:
         groups_ptr = groups_ptr.to(tl.pointer_type(tl.int32))
     group, word = numbers_of(0, BLOCK_G, GROUP_WORDS)
-    mask = valid
+    mask = everywhere(valid, word)
     if MASKED:
-        mask = tl.broadcast_to(valid & (group < groups - block * BLOCK_G), (BLOCK_G, GROUP_WORDS))
+        mask = mask & (group < groups - block * BLOCK_G)
     return tl.load(groups_ptr + block * (BLOCK_G * GROUP_WORDS) + word, mask=mask, other=0, eviction_policy=POLICY)
 
 

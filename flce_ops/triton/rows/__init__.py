@@ -1,9 +1,9 @@
 """Kernels over rows of tokens, before and after a GEMM.
 
-valid_tokens.py          the valid tokens and their number, on the device; whether one chunk suffices for them
+valid_tokens.py          the valid tokens and their number, on the device
 copy_rows.py             copies rows of valid tokens side by side; c input; moves gradient rows back to their tokens
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
-logit_numbers.py         loads logit_scale and softcap: one for all rows, or one for each token
+logit_numbers.py         loads logit_scale and softcap
 topk.py                  the K classes of a token: equal classes; the largest entry
 finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
 row_statistics.py        entropy and other statistics of rows

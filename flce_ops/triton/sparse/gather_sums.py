@@ -31,6 +31,7 @@ from torch import Tensor
 from ...support.integers import cdiv, next_power_of_2
 from ..gemm.class_blocks import LIVE
 from ..kernel import Kernel
+from ..masks import everywhere
 
 # L lists, D hidden, T rows of the table, P splits at most
 
@@ -185,7 +186,7 @@ def sum_lists_kernel(
         begin, end = bounds(lists, i)
         mask = d < D
         if ADD:
-            mask = mask & (end > begin)
+            mask = mask & everywhere(end > begin, d)
         acc = tl.zeros((BLOCK_D,), tl.float32)
         if sums_ptr is not None:
             first = tl.load(lists.splits + i - 1, mask=i > 0, other=0)

@@ -77,7 +77,7 @@ def run_over_tokens(call: Backward) -> meta.Gradients:
 
 def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
     valid_tokens, place = compact_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
-    gradients = wanted_gradients(outputs, call.output_mask)
+    gradients = wanted_gradients(outputs, call)
     if is_sparse(call):
         slopes = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
         row_slices = run_spans(call, valid_tokens, slopes, gradients)
@@ -85,7 +85,7 @@ def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
         if isinstance(call, BackwardInPlace):
             gradients = gradients._replace(linear_weight=call.main_grad)
         row_slices = run_backward(call, valid_tokens, gradients, None)
-    finish_gradients(outputs, gradients, valid_tokens, place)
+    finish_gradients(outputs, gradients, valid_tokens, place, call)
     return row_slices
 
 
@@ -100,7 +100,7 @@ def run_backward(
     """
     operands, logit_options, backend = call.operands, call.logits, backend_for(call.operands.input)
     input, linear_weight, _, _, weight = operands
-    grad_input, grad_weight, bias_sum = gradients
+    grad_input, grad_weight, bias_sum, _ = gradients
     (tokens, hidden), num_classes = input.shape, linear_weight.shape[0]
     size, count = input.dtype.itemsize, valid_tokens.order.shape[0]
     problem = problem_of(count, linear_weight, call.output_mask, batch_invariant=call.batch_invariant)
@@ -134,7 +134,7 @@ def run_backward(
             weight_gradient.add(slice(0, num_classes), gradient, rows, here)
         if grad_input is not None:
             products = torch.empty(chunking.product_bytes // 4, dtype=torch.float32, device=input.device)
-            finish = Finish(None, largest, residual)
+            finish = gradients.summed(Finish(None, largest, residual), chunk, input)
             of_rows = grad_input[chunk], linear_weight, gradient, finish, here, products
             write_input_gradient(*of_rows, by_ranges=call.batch_invariant)
     return row_slices

@@ -68,7 +68,7 @@ class OnePassStep:
         self.operands: Operands = self.call.operands
         self.tokens = self.operands.input.shape[0]  # all N tokens, which the chunks divide
         self.by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: split_k.py
-        self.grad_input, grad_weight, self.bias_sum = self.gradients
+        self.grad_input, grad_weight, self.bias_sum, _ = self.gradients
         self.input_blocks = EVERY_BLOCK
         self.backend, self.weight_gradient = backend_for(self.operands.input), None
         if grad_weight is not None:
@@ -154,6 +154,7 @@ class OnePassStep:
             return
         outer = NO_OUTER if self.smoothing is None else self.smoothing.input_terms(tokens.valid_tokens)
         finish = Finish(finished.row_factor, tokens.column, finished.residual, *outer)
+        finish = self.gradients.summed(finish, chunk, self.operands.input)
         numbers, device = self.chunking.product_bytes // 4, exponentials.device
         write_input_gradient(
             self.grad_input[chunk],

@@ -71,7 +71,7 @@ def clear_unused_kernel(
     whole = row >= valid_rows(valid_tokens, rows)
     for start in range(tl.where(whole, 0, V), columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        unused = whole | (cols < first_maximum) | (cols >= behind_maxima)
+        unused = (cols < tl.where(whole, columns, first_maximum)) | (cols >= behind_maxima)
         tl.store(saved_ptr + row.to(tl.int64) * columns + cols, 0, mask=unused & (cols < columns))
 
 

@@ -88,7 +88,7 @@ def one_pass_step(
     *outputs: Tensor,  # the gradients, then statistics or log-probabilities
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
-    grads, by_token = outputs[:3], outputs[3:]
+    grads, by_token = (*outputs[:3], outputs[-1]), outputs[3:-1]
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
     input, linear_weight, target, _, _ = call.operands
@@ -115,7 +115,7 @@ def step_over_tokens(
 ) -> tuple[list[slice], list[str]]:
     """Runs the step and returns its chunks, and notes on them."""
     loss, *grads = results
-    gradients, chunks = wanted_gradients(grads, call.output_mask), chunking.chunks
+    gradients, chunks = wanted_gradients(grads, call), chunking.chunks
     objective, smoothing = per_token.objective, None
     if objective.d_sum is not None:
         own_weight = weight_of_classes(call)
@@ -127,7 +127,7 @@ def step_over_tokens(
         OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing).run_chunks(chunks)
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
-    finish_gradients(grads, gradients, valid_tokens, place)
+    finish_gradients(grads, gradients, valid_tokens, place, call)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
     return chunks, sparse_notes(call) if isinstance(call, WithGrad) else []
 

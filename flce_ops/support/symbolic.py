@@ -1,0 +1,56 @@
+"""Sizes and numbers that a compiled graph learns when it runs: the rows that a boolean mask leaves, the result of
+.item(). torch calls them unbacked.
+
+A condition on one cannot choose a branch while the graph is made. A condition that an argument must fulfil is assumed
+then, and the graph asserts it when it runs: sizes here, the range of a number in flce_ops/entry/arguments.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt
+
+from .torch_private import assert_when_it_runs
+
+SYMBOLIC = (SymFloat, SymInt)
+
+
+def holds(condition: bool | SymBool) -> bool:
+    """Whether a condition on sizes holds."""
+    if not isinstance(condition, SymBool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # a tracer has imported it
+
+    if guard_or_true(condition):
+        assert_when_it_runs(condition)
+        return True
+    return False
+
+
+def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes, as torch.Size or tuples, are equal."""
+    try:
+        return one == other
+    except RuntimeError:  # two unbacked sizes
+        return len(one) == len(other) and all(holds(size == beside) for size, beside in zip(one, other))
+
+
+def known_only_when_it_runs(number: Any) -> bool:
+    if not isinstance(number, SYMBOLIC):
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return has_free_unbacked_symbols(number)
+
+
+def finite_in(dtype: torch.dtype, value: float) -> bool:
+    """Whether a number is finite in `dtype`. Dynamo traces this function, too. A number from data counts as finite: if
+    `dtype` rounds it to infinity, the graph divides by infinity.
+    """
+    largest = torch.finfo(dtype).max
+    if not torch.compiler.is_compiling():
+        return -largest <= value <= largest
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(-largest <= value) and guard_or_true(value <= largest)
