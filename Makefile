@@ -94,8 +94,9 @@ test-gpu: $(INSTALLED)
 # --target, --no-deps: torch asks for its own Triton, which stays in .venv for everything else. Both versions at once.
 triton-versions: $(INSTALLED)
 	for version in oldest newest; do \
-	    { $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps \
-	        --target $(VENV)/$$version -r requirements-$$version.txt && \
+	    { { [ $(VENV)/$$version/.installed -nt requirements-$$version.txt ] || \
+	        $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps \
+	            --target $(VENV)/$$version -r requirements-$$version.txt; } && touch $(VENV)/$$version/.installed && \
 	    PYTHONPATH=$(VENV)/$$version $(BIN)/python -m pytest -q $(PYTEST_ARGS) tests/kernels/test_every_kernel.py; } \
 	        >$(VENV)/triton-$$version.log 2>&1 & eval "$$version=$$!"; \
 	done; wait $$oldest; failed=$$?; wait $$newest || failed=$$?; \

@@ -73,7 +73,7 @@ def demand_boolean_masks() -> None:
         def with_check(builder, *arguments, **options):
             mask = arguments[mask_at]
             dtype = numpy.asarray(mask.data).dtype  # a tensor map's mask is an array itself
-            if dtype != bool:
+            if dtype.kind != "b":
                 raise TypeError(f"{name}: expected a boolean mask, got {dtype}; is a scalar condition part of it?")
             return method(builder, *arguments, **options)
 

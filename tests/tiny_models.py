@@ -185,8 +185,8 @@ MODELS = {
         "InklingForCausalLM",
         {**HEAD_DIM, "unpadded_vocab_size": 97, "n_routed_experts": 2, "num_experts_per_tok": 1},
     ),
-    # of Transformers 5.24
     "Inkling 2": ("Inkling2ForCausalLM", {**HEAD_DIM, "moe_intermediate_size": 16}),
+    # of Transformers 5.24
     "Inkling 2 with loops": ("Inkling2LoopForCausalLM", HEAD_DIM),
     "Apertus 1.5": ("Apertus1p5TextForCausalLM", {}),
     "Dory, a learnt scale of each class": ("DoryForCausalLM", {"use_cache": False}),

@@ -63,4 +63,4 @@ def check_scale(op: str, name: str, scale: Tensor, rows: Tensor) -> None:
     if scale.is_complex() or scale.dtype == torch.bool:
         raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
     if scale.device.type != "cpu":
-        check_device(op, rows, **{name: scale})
+        check_device(op, rows, "input", **{name: scale})

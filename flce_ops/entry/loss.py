@@ -46,7 +46,7 @@ from ..math.topk import beside_topk
 from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import loss_options, losses_of_rows
-from ..ops.autocast import autocast_call, autocast_is_on
+from ..ops.autocast import autocast_call, has_autocast
 from ..ops.call_facts import needs_gradient
 from ..support.torch_private import differentiated
 from .refusals import features_of, refuse
@@ -75,7 +75,8 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
         layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
         if layout.splits_vocabulary:
             refuse(op, call, features | {"sharded vocabulary"})
-    if autocast_is_on(getattr(call, call.fields[0][0]).device.type):
+    device_type = getattr(call, call.fields[0][0]).device.type
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         autocast_call(call)
     return layout
 
@@ -135,7 +136,8 @@ def loss_of_tokens(
         loss, _, found = cast(WithGrad, with_grad)(problem, reduction_in_operator(layout, call, problem))
     else:
         denominator = denominator_of(layout, call, problem) if scalar_loss else None
-        wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator)
+        learnt = problem.logits.logit_scale
+        wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator, learnt)
         if token_weight is None and not wants_gradient:
             losses, found = from_forward(problem)
             loss, total = None, losses.sum() if scalar_loss else losses

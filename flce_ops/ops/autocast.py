@@ -1,5 +1,6 @@
 """Casts operands as autocast casts those of F.linear, and makes the operators' kernels on autocast's keys."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,12 @@ from ..meta.checks import is_dense
 OPERANDS = {"input", "linear_weight", "linear_bias", *TEACHER[:3]}
 
 
-def autocast_is_on(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts the operands as autocast does for F.linear: floating tensors, but not float64 ones, to autocast's dtype."""
-    if not autocast_is_on(device_type):
+    if not (has_autocast(device_type) and torch.is_autocast_enabled(device_type)):
         return operands
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

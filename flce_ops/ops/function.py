@@ -55,6 +55,11 @@ class OperatorFunction(Function):
     with_derivative: ClassVar[tuple[str, ...]] = ()  # names of results
     learns: ClassVar[tuple[str, ...]] = ()  # options that get a gradient
 
+    # (ctx, *cotangents): raises an error for gradients of results that must have none
+    check_cotangents: ClassVar[Callable | None] = None
+    # (ctx) -> the gradients of the arguments that `apply` takes beside the operator's
+    gradients_beside: ClassVar[Callable | None] = None
+
     # indices of `with_derivative`, each with what says whether a call requests the result
     derivatives: ClassVar[list[tuple[int, Callable | None]]]
 
@@ -72,15 +77,6 @@ class OperatorFunction(Function):
     @classmethod
     def check(cls, op: Any, values: list) -> None:
         """Raises the operator's own errors."""
-
-    @classmethod
-    def check_cotangents(cls, ctx, *cotangents: Tensor | None) -> None:
-        """Raises an error for gradients of results that must have none."""
-
-    @classmethod
-    def gradients_beside(cls, ctx) -> tuple[Tensor | None, ...]:
-        """The gradients of the arguments that `apply` takes beside the operator's."""
-        return ()
 
     @classmethod
     def with_gradient(cls, values: list) -> None:
@@ -126,28 +122,34 @@ class OperatorFunction(Function):
     def backward_function(cls) -> Callable:
         """The function that autograd calls. Compiled autograd takes no method."""
 
+        check, beside = (
+            cls.check_cotangents,
+            cls.gradients_beside,
+        )  # Dynamo cannot compare a Function's attribute to None
+
         def backward(ctx, *cotangents):
-            return cls.of_cotangents(ctx, *cotangents)
+            if check is not None:
+                check(ctx, *cotangents)
+            found = cls.of_cotangents(ctx, *cotangents)
+            return found if beside is None else (*found, *beside(ctx))
 
         return backward
 
     @classmethod
     def of_cotangents(cls, ctx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of all arguments of `apply`, None for those without one. Compiled autograd traces this method,
+        """The gradients of the operator's arguments, None for those without one. Compiled autograd traces this method,
         and what it calls; Dynamo cannot trace super() in a Function's class method.
         """
-        cls.check_cotangents(ctx, *cotangents)
         given, asked = [], False
         for cotangent, has in zip(cotangents, ctx.differentiable):
             given.append(cotangent if has else None)
             asked = asked or given[-1] is not None
         if not asked:
-            return (*cls.arguments.gradients(), *cls.gradients_beside(ctx))
+            return cls.arguments.gradients()
         call, saved = restore(ctx, cls.arguments)
         outer, running.function = running.function, ctx.function
         try:
-            found = cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
-            return (*found, *cls.gradients_beside(ctx))
+            return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
         finally:
             running.function = outer
 

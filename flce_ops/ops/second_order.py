@@ -63,12 +63,11 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
     z = capped(rows, call.logits.softcap, operands.get("logit_scale", call.logits.logit_scale))
     # a bias of -inf may switch off all classes of one shard
     z = torch.where((z == -torch.inf).all(1, keepdim=True), 0.0, z)
-    # exp(z - lse) would lose the digits of an offset of the row
-    largest = z.detach().amax(1, keepdim=True)
-    below = z - largest
-    lse_below = below.logsumexp(1)
-    lse = lse_below + largest.squeeze(1)
-    log_p = (below - lse_below[:, None]).clamp(min=torch.finfo(dtype).min)
+    # large logits would leave p the rounding of lse
+    shift = z.detach().amax(1) if num_classes else z.new_zeros(z.shape[0])
+    log_sum = (z - shift[:, None]).logsumexp(1)
+    lse = shift + log_sum
+    log_p = ((z - shift[:, None]) - log_sum[:, None]).clamp(min=torch.finfo(dtype).min)
     found = {
         "grad_target_logit": torch.where(hit, z.gather(1, column).view_as(target), 0.0),
         "grad_lse": torch.where(valid, lse, 0.0),

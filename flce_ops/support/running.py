@@ -1,6 +1,4 @@
-"""What this thread is running: the public function, which errors name, and the operator call. Code below the operator
-uses the call to compile its kernels ahead (triton/launch/ahead.py).
-"""
+"""The public function that this thread is running, which errors name."""
 
 import threading
 

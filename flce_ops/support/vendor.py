@@ -1,4 +1,4 @@
-"""The vendor of the GPU, whether Triton is installed, and what meta tensors stand for.
+"""The vendor of the GPU, and whether Triton is installed.
 
 torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
 """
@@ -15,9 +15,6 @@ class Chip(NamedTuple):
 
     capability: int  # 90 for sm_90
     multiprocessors: int
-
-
-H200 = Chip(90, 132)
 
 
 def made_by_nvidia() -> bool:

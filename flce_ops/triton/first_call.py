@@ -1,8 +1,8 @@
 """The first call of a head compiles its kernels in parallel before it launches the first one.
 
-    run the call on meta tensors        The launcher branches as usual. A launch only hands its kernel to a thread, which
-                                        compiles and loads the kernel.
-    run the call                        All kernels are there.
+    run the call on meta tensors    The launcher branches as usual. A launch only hands its kernel to a thread, which
+                                    compiles and loads the kernel.
+    run the call                    All kernels are there.
 
 One after another the kernels of a step take 14 s. A kernel that was not compiled like this is compiled at its launch,
 as Triton does it.
@@ -108,27 +108,28 @@ def on_meta(call: Arguments, tokens: int) -> Arguments:
 
 def kind_of(call: Arguments) -> tuple[Hashable, ...]:
     """What the kernels depend on, except for the number of tokens. Takes 5 us, in every call."""
-    values = call.values()
-    for index, first in places_of_tensors(type(call)):
+    values, (tensors, numbers) = call.values(), places_of(type(call))  # type: ignore[arg-type]
+    for index, first in tensors:
         tensor = values[index]
         if tensor is not None:
             values[index] = tensor.dtype, tensor.shape[first:]
     for index in call.lists:
         values[index] = tuple(values[index])
-    for index in places_of_numbers(type(call)):
+    for index in numbers:
         values[index] = bool(values[index])
     return call.op, get_workspace(), *values
 
 
 @functools.cache
-def places_of_tensors(arguments: type[Arguments]) -> list[tuple[int, int]]:
-    """The places of tensors among the values of a call, each with its first dimension that is not tokens."""
-    named = [(index, arguments.arguments[index].name) for index in arguments.tensors]
-    return [(index, 0 if name in OF_CLASSES else 2 if name in OF_PAIRS else 1) for index, name in named]
-
-
-@functools.cache
-def places_of_numbers(arguments: type[Arguments]) -> list[int]:
-    """The places of values that change from step to step. Kernels depend on whether they are 0."""
-    named = enumerate(arguments.arguments)
-    return [index for index, argument in named if argument.type == "float" or argument.name == "retain"]
+def places_of(arguments: Any) -> tuple[list[tuple[int, int]], list[int]]:
+    """The places of tensors among the values of a call, each with its first dimension that is not tokens, and those of
+    numbers that change from step to step: kernels depend on whether they are 0.
+    """
+    tensors, numbers = [], []
+    for index, argument in enumerate(arguments.arguments):
+        name = argument.name
+        if index in arguments.tensors:
+            tensors.append((index, 0 if name in OF_CLASSES else 2 if name in OF_PAIRS else 1))
+        elif argument.type == "float" or name == "retain":
+            numbers.append(index)
+    return tensors, numbers

@@ -27,15 +27,10 @@ def call(case: Case, at: Tensors) -> Tensors:
     # what ignored rows hold does not matter, even nan and infinite divergences
     at = {**at, "input": torch.where(valid.unsqueeze(-1), at["input"], 0.0)}
     scale, temperature = case.logit_scale, case.temperature
-    # documented: the scale is multiplied into input and bias, in their dtype
-    if case.learnt in ("logit_scale", "temperature"):
-        factor = at["learnt"] if case.learnt == "logit_scale" else scale / at["learnt"]
-        at["input"] = at["input"] * factor
-        # documented: a class with a bias of -inf has no part in the scale's gradient, which would be 0 times -inf
-        if "bias" in at:
-            off = at["bias"] == -torch.inf
-            at["bias"] = torch.where(off, -torch.inf, torch.where(off, 0.0, at["bias"]) * factor)
-        scale, temperature = 1.0, temperature if case.learnt == "logit_scale" else 1.0
+    if case.learnt == "logit_scale":
+        scale = accumulated(at["learnt"])
+    elif case.learnt == "temperature":
+        scale, temperature = scale / accumulated(at["learnt"]), 1.0
     cap = learnt.get("softcap", case.softcap)
     if case.sparse:
         return {"loss": sparse_loss(case, at, valid, scale / temperature)}
@@ -168,7 +163,10 @@ def given_logits(at: Tensors) -> Tensor:
 
 
 def activated(u: Tensor, scale: Tensor | float, cap: Tensor | float | None) -> Tensor:
-    z = scale * accumulated(u)
+    u = accumulated(u)
+    # documented: a class with a bias of -inf has no part in the scale's gradient, which would be 0 times -inf
+    off = (u == -torch.inf) & isinstance(scale, Tensor)
+    z = torch.where(off, u, scale * torch.where(off, 0.0, u))
     if cap is None:
         return z
     return cap * (exact_tanh(z / cap) if z.dtype == torch.float64 else torch.tanh(z / cap))
@@ -259,7 +257,7 @@ def divergences(case: Case, at: Tensors, z: Tensor, valid: Tensor) -> Tensor:
 
     if case.kind in ("tv", "nla"):
         q, p = log_q.exp(), log_p.exp()
-        return 0.5 * (p - q).abs().sum(-1) if case.kind == "tv" else -torch.minimum(p, q).sum(-1).log()
+        return 0.5 * (p - q).abs().sum(-1) if case.kind == "tv" else -torch.minimum(log_q, log_p).logsumexp(-1)
     if case.kind == "forward" or (case.kind == "jsd" and case.beta == 0.0):
         return kl(log_p, log_q)
     if case.kind == "reverse" or case.beta == 1.0:

@@ -1,5 +1,5 @@
-"""Every kernel once, in Triton's interpreter, against float64: what `make triton-versions` runs under the oldest and the
-newest Triton. The sizes are small, and the numbers are always the same.
+"""Every kernel once, in Triton's interpreter, against float64: what `make triton-versions` runs under the oldest and
+the newest Triton. The sizes are small, and the numbers are always the same.
 """
 
 import importlib
@@ -83,6 +83,7 @@ CALLS = {
     "loss": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), lse=True, entropy=True, **EVERY)),
     "loss in chunks": ("linear_cross_entropy_with_grad", head(200, row_scale=row_scale(200), argmax=True, **EVERY), 1),
     "large logits": ("linear_cross_entropy_with_grad", head(scale=50.0, row_scale=row_scale(), **EVERY)),
+    "smoothed": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), label_smoothing=0.1, **EVERY)),
     "soft targets": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **several_classes(), **EVERY)),
     "sparse": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **SPARSE, **EVERY)),
     "policy": ("linear_policy_loss_with_grad", head(row_scale=row_scale(), **POLICY, **EVERY)),
@@ -156,7 +157,7 @@ def check_forward_and_backward(case: str) -> None:
 
 
 def check_overflow_by_tensor_maps(monkeypatch) -> None:
-    """The sum of the weight gradient is in float16, with an exponent for each row, which the first chunk chooses. Later ones are larger."""
+    """The float16 sum of the weight gradient has the first chunk's exponents; later chunks are larger."""
     let_tensor_maps_add(monkeypatch)
     monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
     for table in (INPUT_TILES, WEIGHT_TILES):

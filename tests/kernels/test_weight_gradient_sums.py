@@ -12,7 +12,6 @@ from test_gradient_gemms import interpreter, valid_tokens_of
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.gemm.transposed_tiles import launch_transposed_tiles
 
 from flce_ops.triton.gemm.class_blocks import EVERY_BLOCK, ClassBlocks
 from flce_ops.triton.gemm.tiles import WEIGHT_TILES

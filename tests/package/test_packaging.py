@@ -304,7 +304,8 @@ def test_pre_commit_runs_the_ruff_of_the_requirements():
     assert re.findall(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text()) == [pinned]
 
 
-def test_the_newest_triton_that_is_allowed_is_the_one_that_make_newest_runs():
-    newest = re.search(r"^triton==(\d+)\.(\d+)\.", (ROOT / "requirements-newest.txt").read_text(), re.MULTILINE)
-    below = re.search(r'"triton>=[\d.]+,<(\d+)\.(\d+);', (ROOT / "pyproject.toml").read_text())
-    assert (int(below[1]), int(below[2])) == (int(newest[1]), int(newest[2]) + 1)
+def test_the_oldest_and_the_newest_triton_that_are_allowed_run_every_kernel():
+    files = [(ROOT / f"requirements-{version}.txt").read_text() for version in ("oldest", "newest")]
+    oldest, newest = (re.search(r"^triton==(\d+)\.(\d+)\.", text, re.MULTILINE).groups() for text in files)
+    allowed = re.search(r'"triton>=(\d+)\.(\d+),<(\d+)\.(\d+);', (ROOT / "pyproject.toml").read_text()).groups()
+    assert allowed == (*oldest, newest[0], str(int(newest[1]) + 1))

@@ -113,7 +113,7 @@ def test_backward_returns_what_the_mask_asks_for(device, mask, poisoned_memory):
     for leaf in (inputs.input, inputs.linear_weight, inputs.linear_bias):
         leaf.requires_grad_()
     exact = run_reference(inputs, reduction="sum")
-    for name, ours, wanted in zip(("input", "linear_weight", "linear_bias"), found, mask, strict=True):
+    for name, ours, wanted in zip(("input", "linear_weight", "linear_bias"), found[:3], mask, strict=True):
         if wanted:
             assert error(ours, exact[name]) < 1e-6, name
         else:
@@ -179,7 +179,7 @@ def test_with_grad_is_differentiable_in_the_loss_only(device):
     row_scale = torch.ones(RAGGED[0], device=device)
     loss, *others = flce.linear_cross_entropy_with_grad(*inputs.args, None, row_scale, output_mask=[True] * 3)
     assert loss.requires_grad
-    assert [t.requires_grad for t in others] == [False] * 9
+    assert [t.requires_grad for t in others] == [False] * 10
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "with_grad"])

@@ -81,6 +81,9 @@ SCALED = {
     "mean": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s, **o),
     "none": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(x, w, t, b, logit_scale=s, reduction="none", **o),
     "log-probs": lambda x, w, t, b, s, o: flce_ops.linear_log_probs(x, w, t, b, logit_scale=s, **o).log_probs,
+    "token_weight": lambda x, w, t, b, s, o: flce_ops.linear_cross_entropy(
+        x, w, t, b, logit_scale=s, token_weight=t.cos().abs(), **o
+    ),
     "policy": lambda x, w, t, b, s, o: (
         flce_ops.linear_policy_loss(x, w, t, t.cos(), -3.0 - t.sin(), linear_bias=b, logit_scale=s, **o).loss
     ),

@@ -144,7 +144,8 @@ def divergence_kernel(
             logit_scale = number(scale.logit_scale, 1.0)
             factor = tl.load(scale.row_scale + token, mask=row_mask, other=0.0) * logit_scale
             if scale.offset is not None:
-                row_number = (row_number, tl.load(scale.offset + rows, mask=row_mask, other=0.0)[:, None])
+                offset = tl.load(scale.offset + rows, mask=row_mask, other=0.0)[:, None]
+                row_number = (row_number, offset)  # type: ignore[assignment]
             # nan everywhere: an infinite factor would otherwise give inf, -inf and nan in one row
             factor = tl.where(tl.abs(factor) == float("inf"), float("nan"), factor)
         for k in tl.static_range(TILES):

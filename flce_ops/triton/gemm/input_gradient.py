@@ -45,9 +45,9 @@ class Finish(NamedTuple):
     input: Matrix | None = None  # (N, D), given together with `sums`
 
     def of(self, rows: slice) -> "Finish":
-        whole = {"outer_column": self.outer_column, "input": self.input}
-        of_rows = (None if field in whole or vector is None else vector[rows] for field, vector in zip(self._fields, self))
-        return Finish(*of_rows)._replace(**whole)
+        of_rows = "row_factor", "column", "residual", "outer_row", "sums"
+        found = {name: getattr(self, name) for name in of_rows}
+        return self._replace(**{name: vector[rows] for name, vector in found.items() if vector is not None})
 
 
 @triton.jit
