@@ -110,7 +110,7 @@ def newer_options(case: Case) -> dict:
         new["sparse"] = ""
     elif case.sparse:
         new |= {"main_grad": "", "learnt": ""}
-    new["class_order"] = case.class_order and case.function in ("cross_entropy", "metrics")
+    new["class_order"] = case.class_order and bool(new.get("sparse", case.sparse))
     if not special or case.mode not in BUFFER_MODES:
         new["main_grad"] = ""
     elif case.main_grad and not case.sparse:
