@@ -183,10 +183,10 @@ class OperatorFunction(Function):
             tensors = [values[index] for index in arguments.tensors if values[index] is not None]
             if has_tangent(*tensors):
                 cls.refuse_forward_mode()
+            cls.check(op, values)
             for index, name in numbers:
                 if values[index] is not None and values[index].requires_grad and grad_enabled:
                     refuse_hole(op.name(), "number", name=name)
-            cls.check(op, values)
             if functorch:
                 return cls.apply(*values)
             if grad_enabled:

@@ -35,7 +35,7 @@ def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[s
         def rows(operands: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: of for name, of in plain_rows(call, leaves | operands).items() if name in cotangents}
 
-        found, pull = torch.func.vjp(rows, {name: leaves[name] for name in along})
+        found, pull, *_ = torch.func.vjp(rows, {name: leaves[name] for name in along})
         return pull({name: leaves[name].to(of.dtype) for name, of in found.items()})[0]
 
     wanted = {name: leaf for name, leaf in fixed.items() if leaf.requires_grad}

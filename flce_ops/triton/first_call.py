@@ -68,8 +68,8 @@ def compile_kernels(launch: Callable[[Any], Any], call: Arguments, device: torch
             launches.only_compile = False
 
 
-# Triton 3.6 compiles a launcher in C for each signature of a kernel, and imports it as a Python module. All these modules
-# have one name. If two threads import at once, a kernel could get the launcher of another: its launch fails with
+# Triton 3.6 compiles a launcher in C for each signature of a kernel, and imports it as a Python module. All these
+# modules have one name. If two threads import at once, a kernel can get the launcher of another, whose call fails with
 # "function takes exactly 24 arguments (36 given)".
 loading = threading.Lock()
 

@@ -13,7 +13,7 @@ SPARSE_MODES = ("backward", "grad", "retain_graph", "checkpoint", "reentrant_che
 BUFFER_MODES = (  # modes with main_grad; "zeroed": the buffer is zeroed between forward and backward
     *("backward", "checkpoint", "reentrant_checkpoint", "saved_tensor_hooks"),
     *("two_forwards", "two_backwards", "zeroed"),
-    *("compile_aot", "compile_two_forwards", "compile_two_backwards", "compile_zeroed"),
+    "compile_aot",  # whose buffer must not change between forward and backward
 )
 MODES = (
     *("backward", "grad", "retain_graph", "create_graph_once", *SECOND_ORDER, "func", "batched", "vmap"),

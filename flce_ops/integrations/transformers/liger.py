@@ -3,18 +3,18 @@ loss, which does not: one of the two losses would be out of action.
 """
 
 import inspect
-
-from torch import nn
+from typing import Any
 
 from .instance_forward import unbound
 
 
-def check_loss_is_not_ligers(model_or_class: nn.Module | type) -> None:
+def check_loss_is_not_ligers(model_or_class: Any) -> None:
     """Raises NotImplementedError if the forward of a model, of PEFT's base model, or of a class is Liger's."""
     if hasattr(model_or_class, "peft_config") and hasattr(model_or_class, "get_base_model"):
         model_or_class = model_or_class.get_base_model()
     forward = getattr(model_or_class, "forward", None)
-    forward = forward and inspect.unwrap(unbound(forward))
+    if forward is not None:
+        forward = inspect.unwrap(unbound(forward))
     if getattr(forward, "__module__", "").startswith("liger_kernel."):
         cls = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
         raise NotImplementedError(

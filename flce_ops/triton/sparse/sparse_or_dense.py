@@ -27,7 +27,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...meta.arguments import Backward, VocabParallelWithGrad, WithGrad
+from ...meta.arguments import Backward, WithGrad
 from ...support.integers import cdiv
 from ..gemm.class_blocks import LIVE, ClassBlocks
 from ..gemm.tma import Matrix, load_tile
@@ -50,7 +50,7 @@ DECIDING = tl.constexpr(128)  # tokens that decide, evenly spread over the chunk
 NOTES = {"unbiased": "a sparse gradient, dense where its lists are long", "drop": "a sparse gradient"}
 EXACT = "an exact gradient: so low a gradient_threshold takes longer at this D and V"
 
-Call = WithGrad | VocabParallelWithGrad | Backward
+Call = WithGrad | Backward
 
 
 class DenseClasses(NamedTuple):
