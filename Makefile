@@ -37,8 +37,8 @@ demo: $(DEMO) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
 
 # one or two quick files of each part
-CHECKED := layers maps paths documents bad_input double_backward dependent_operands scalars zero_denominators chunks \
-    graphs workspace vendor modules kl_div_errors saturated_softcap small_batches transformers_refusals plan
+CHECKED := layers paths bad_input double_backward dependent_operands scalars zero_denominators chunks \
+    graphs workspace vendor modules kl_div_conventions saturated_softcap small_batches transformers_refusals plan
 
 check: lint types
 	$(BIN)/python -m pytest -q -m "not gpu and not multigpu" $(PYTEST_ARGS) $(CHECKED:%=tests/*/test_%.py)
