@@ -38,7 +38,7 @@ def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # p
 def check_shapes(call: Any) -> None:
     values, device = call.values(), call.operands[0].device
     sizes: dict[str, int] = {}
-    for place, name, axes, most in checked(type(call)):  # type: ignore[arg-type]
+    for place, name, axes, most in checked(call.__class__):
         tensor = values[place]
         if tensor is None:
             continue
