@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .support.integers import cdiv
-from .support.workspace import get_retained, get_workspace
+from .support.workspace import get_retained, get_workspace, least_rows
 
 # N tokens, D hidden, V vocabulary (of one GPU)
 
@@ -21,7 +21,6 @@ RATES = {"h200": 989.0, "h100": 989.0, "a100": 312.0, "l40s": 362.0, "4090": 165
 # 0.59 at D = 896 (benchmarks/results).
 REACHED = 0.66
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LEAST_ROWS = 128  # of a chunk of logits, in however small a workspace
 MIB = 1 << 20
 
 
@@ -36,7 +35,7 @@ def plan(tokens: int, hidden: int, vocab: int, tflops: float, dtype: torch.dtype
     """The steps of torch and of this package. `vocab` is that of one GPU, `tflops` what its GEMMs reach."""
     logits, size = tokens * vocab, dtype.itemsize
     gradients = (tokens + vocab) * hidden * size
-    chunk = max(min(get_workspace(), logits * size), min(tokens, LEAST_ROWS) * vocab * size)
+    chunk = max(min(get_workspace(), logits * size), min(tokens, least_rows()) * vocab * size)
     saved = min(get_retained(), logits * size)
     # float16 gradients wait for the loss scale, which only backward knows
     one_pass = (chunk, 3.0) if dtype != torch.float16 else (chunk + saved, 4.0 - saved / (logits * size))
