@@ -30,6 +30,7 @@ def arguments(features: tuple[str, ...]) -> dict:
         "argmax": {"return_metrics": True},
         "metrics": {"return_metrics": ["lse"]},
         "z_loss": {"z_loss": 1e-3},
+        "learnt scale": {"logit_scale": torch.ones((), requires_grad=True)},
     }
     for feature in features:
         call |= changes.get(feature, {})
