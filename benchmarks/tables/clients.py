@@ -44,9 +44,13 @@ def time_and_memory(row: dict[str, str], part: str) -> tuple[str, str]:
 
 
 def where(rows: Rows) -> str:
-    versions = {row["client"]: row["version"] for row in rows}
+    versions = {CLIENTS[row["client"]].split()[0].rstrip(","): row["version"] for row in rows}
     commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
-    return f"Measured at {commits}, TRL {versions['trl']}, Transformers {versions['transformers']}."
+    libraries = "".join(f", {name} {version}" for name, version in versions.items())
+    return f"{rows[0]['gpu']}, commit {commits}{libraries}."
 
 
-TABLES = {"clients.csv": lambda: table(rows_of("clients"))}
+TABLES = {
+    "clients.csv": lambda: table(rows_of("clients")),
+    "clients.csv, H100": lambda: table(rows_of("clients", "nvidia-h100")),
+}
