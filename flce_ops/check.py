@@ -171,11 +171,7 @@ def step(head: Head) -> list[Line]:
     compiled = torch.compile(lambda input, linear_weight: plain(Head(input, linear_weight, head.target)))
     size = " x ".join(map(str, (*head.input.shape, head.linear_weight.shape[0])))
     measured = {}
-    for name, function in {
-        "flce_ops": ours,
-        "eager": plain,
-        "torch.compile": lambda head: compiled(*head[:2]),
-    }.items():
+    for name, function in {"flce_ops": ours, "eager": plain, "torch.compile": lambda head: compiled(*head[:2])}.items():
         try:
             measured[name] = time_and_memory(function, head)
         except Exception as error:  # torch.compile is not installed, or the logits do not fit the memory

@@ -59,10 +59,7 @@ def product_is_rounded(input: Tensor) -> bool:
 
 
 def chunk_product(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None = None,
-    out: Tensor | None = None,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # u, (n, V)
     n, dtype = input.shape[0], product_dtype(input) if out is None else out.dtype
     if readable(linear_weight):

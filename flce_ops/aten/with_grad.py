@@ -23,24 +23,11 @@ from ..math.shards import (
 from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
-from ..meta.arguments import (
-    LogitsWithGrad,
-    PolicyWithGrad,
-    RowLossWithGrad,
-    VocabParallelWithGrad,
-    WithGrad,
-)
+from ..meta.arguments import LogitsWithGrad, PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
-from .gradients import (
-    Accumulator,
-    SparseAccumulator,
-    accumulator_of,
-    draws_of,
-    needs_exact,
-    rows_beside_gradients,
-)
+from .gradients import Accumulator, SparseAccumulator, accumulator_of, draws_of, needs_exact, rows_beside_gradients
 from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
 from .row_statistics import BlockNumbers, extra_matrices, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored

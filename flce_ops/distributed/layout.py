@@ -322,11 +322,7 @@ def layout_of_logits(op: str, logits: Tensor, **others: Tensor | None) -> Layout
 
 
 def check_teacher_layout(
-    op: str,
-    layout: Layout,
-    linear_weight: DTensor,
-    teacher_input: Tensor | None,
-    teacher_weight: Tensor | None,
+    op: str, layout: Layout, linear_weight: DTensor, teacher_input: Tensor | None, teacher_weight: Tensor | None
 ) -> None:
     if sum(layout.vocabulary) > 1:
         refuse_hole(op, "two dimensions of classes", layout=describe(linear_weight))

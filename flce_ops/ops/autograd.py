@@ -12,16 +12,9 @@ import torch
 from torch import SymInt, Tensor
 
 from ..math.options import Cotangents
-from ..meta.arguments import (
-    Backward,
-    BackwardInPlace,
-    Forward,
-)
+from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..support.holes import refuse_hole
-from ..support.torch_private import (
-    differentiated,
-    runs_in_this_backward,
-)
+from ..support.torch_private import differentiated, runs_in_this_backward
 from .function import OperatorFunction, wanted, where_wanted
 from .paths import saved_rows
 from .second_order import second_derivatives

@@ -88,24 +88,15 @@ OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
         Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD)),
-        Path(
-            "sparse",
-            SPARSE_IN_FORWARD,
-        ),
+        Path("sparse", SPARSE_IN_FORWARD),
         Path("recompute", ()),
     ),
     "a scalar loss over a sharded vocabulary": (
-        Path(
-            "one pass",
-            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
-        ),
+        Path("one pass", (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS)),
         Path("recompute", ()),
     ),
     "a scalar loss of a policy": (
-        Path(
-            "one pass",
-            (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD),
-        ),
+        Path("one pass", (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD)),
         Path("recompute", ()),
     ),
     "a scalar loss of given logits": (
@@ -127,10 +118,7 @@ PRODUCT_SAVED = Condition(
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
-        Path(
-            "save",
-            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU),
-        ),
+        Path("save", (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU)),
         Path("recompute", ()),
     ),
 }

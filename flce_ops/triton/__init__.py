@@ -21,10 +21,4 @@ from .steps.backward import launch_backward, launch_backward_in_place  # noqa: E
 from .steps.forward import launch_forward  # noqa: E402
 from .steps.with_grad import launch_with_grad  # noqa: E402
 
-__all__ = [
-    "launch_backward",
-    "launch_backward_in_place",
-    "launch_forward",
-    "launch_scale_in_place",
-    "launch_with_grad",
-]
+__all__ = ["launch_backward", "launch_backward_in_place", "launch_forward", "launch_scale_in_place", "launch_with_grad"]

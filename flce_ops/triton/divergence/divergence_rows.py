@@ -64,17 +64,7 @@ def load_shift(softmax, rows, row_mask, n):
 
 
 @triton.jit
-def log_probabilities(
-    softmax,
-    shift,
-    rows,
-    cols,
-    row_mask,
-    tile,
-    n,
-    V,
-    EVEN: tl.constexpr,
-):
+def log_probabilities(softmax, shift, rows, cols, row_mask, tile, n, V, EVEN: tl.constexpr):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
     The log-probabilities are -inf after column V, and in rows after the valid ones. Loads still run to the end of the

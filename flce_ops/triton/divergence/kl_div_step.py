@@ -34,12 +34,7 @@ from ..rows.copy_rows import launch_copy_rows
 from ..rows.valid_tokens import ValidTokens, room_for_rows
 from ..steps.gradients import Gradients, write_input_gradient
 from .divergence_rows import Distributions, RowResults, Rows, RowScale
-from .kl_div_chunking import (
-    chunk_rows,
-    fits_in_logits,
-    row_numbers,
-    stored_dtype,
-)
+from .kl_div_chunking import chunk_rows, fits_in_logits, row_numbers, stored_dtype
 from .softmax_rows import Linear, Softmax, share_denominators, store_logits
 
 # N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T

@@ -26,9 +26,7 @@ class Backend(NamedTuple):
     input_gradient: Callable[..., InputGradient]
 
 
-BACKENDS = [
-    Backend(lambda matrix: True, launch_logits_gemm, WeightGradient, InputGradient),
-]
+BACKENDS = [Backend(lambda matrix: True, launch_logits_gemm, WeightGradient, InputGradient)]
 
 
 def backend_for(matrix: Tensor) -> Backend:

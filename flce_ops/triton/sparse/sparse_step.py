@@ -124,12 +124,7 @@ class SparseStep(OnePassStep):
         return self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
 
 
-def run_spans(
-    call: Call,
-    valid_tokens: ValidTokens,
-    per_token: StepTokens,
-    gradients: Gradients,
-) -> list[slice]:
+def run_spans(call: Call, valid_tokens: ValidTokens, per_token: StepTokens, gradients: Gradients) -> list[slice]:
     """Runs the step and returns its chunks."""
     num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
     topk = in_columns(call.operands.target).shape[1]

@@ -20,12 +20,7 @@ class Chunking:
 
 
 def problem_of(
-    tokens: int,
-    linear_weight: Tensor,
-    output_mask: list[bool],
-    *,
-    sum_pairs: int = 0,
-    batch_invariant: bool = False,
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, sum_pairs: int = 0, batch_invariant: bool = False
 ) -> Problem:
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape

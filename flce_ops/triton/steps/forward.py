@@ -109,11 +109,7 @@ def forward_step(call: Forward, in_range: Tensor, outputs: meta.Outputs) -> list
     return run_forward(call, valid_tokens, outputs)
 
 
-def run_forward(
-    call: Forward,
-    valid_tokens: ValidTokens,
-    outputs: meta.Outputs,
-) -> list[slice]:
+def run_forward(call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs) -> list[slice]:
     """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
 
     With `own_target`, the sums of an entropy use the target's logit from its own dot product instead of the GEMM's
@@ -125,8 +121,7 @@ def run_forward(
     row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
     statistics = TokenStatistics(
-        log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
-        mean_logit=mean_logit if call.mean_logit else None,
+        log_sum_sq_probs=squares if call.log_sum_sq_probs else None, mean_logit=mean_logit if call.mean_logit else None
     )
     quantized = quantized_of(retained, linear_weight.shape[0], input.dtype)
     chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
