@@ -160,7 +160,7 @@ class KlDivStep:
         if self.bias_sum is not None:
             self.bias_sum += weighted_column_sum(gradient, None, valid_tokens)
         if self.weight_gradient is not None:
-            self.weight_gradient.add(slice(0, self.classes), gradient, tokens, valid_tokens)
+            self.weight_gradient.add(gradient, tokens, valid_tokens)
 
     def write_input(self, gradient: Tensor, chunk: slice, valid_tokens: ValidTokens) -> None:
         """Overwrites the tokens of the chunk with grad_input."""
