@@ -14,7 +14,7 @@ import triton
 
 from ..support.versions import check_version
 
-check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed; the planner has a stand-in
+check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed
 
 from .rows.grad_output import launch_scale_in_place  # noqa: E402
 from .steps.backward import launch_backward, launch_backward_in_place  # noqa: E402

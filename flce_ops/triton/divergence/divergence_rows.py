@@ -52,7 +52,7 @@ class RowScale(NamedTuple):
     """The factors that multiply G, and what a shifted kind adds to logarithms."""
 
     row_scale: Tensor  # (N,)
-    logit_scale: Tensor | None  # () or (N,)
+    logit_scale: Tensor | None  # ()
     offset: Tensor | None = None  # (n,), for a shifted kind
 
 
