@@ -47,10 +47,8 @@ CPU_BLOCK_BYTES = 2 << 20
 
 
 def product_dtype(input: Tensor) -> torch.dtype:
-    """The dtype of the GEMM's result. cuBLAS returns its float32 accumulator. (Meta tensors belong to the planner and
-    stand for CUDA's.)
-    """
-    return accumulation_dtype(input.dtype) if input.device.type in ("cuda", "meta") else input.dtype
+    """The dtype of the GEMM's result. cuBLAS returns its float32 accumulator."""
+    return accumulation_dtype(input.dtype) if input.device.type == "cuda" else input.dtype
 
 
 def product_is_rounded(input: Tensor) -> bool:

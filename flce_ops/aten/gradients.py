@@ -198,7 +198,7 @@ class SparseAccumulator(GradientAccumulator):
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         logit_scale = self.logits.logit_scale
-        slope = slope if logit_scale is None else slope * logit_scale.flatten()
+        slope = slope if logit_scale is None else slope * logit_scale
         draws, count = self.draws.of(rows), grad_logits.shape[0]
         at_once = count // PARTS + 1
         for start in range(0, count, at_once):

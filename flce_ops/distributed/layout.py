@@ -147,9 +147,6 @@ class Layout(OneRank):
     def sparse(self, sparse: SparseGradient) -> SparseGradient:
         """The options with a seed of this rank's own, because a token's random numbers depend on the token's place
         among those of its rank.
-
-        Ranks that share the vocabulary have the same tokens and the same seed, so together they keep the entries that
-        one device would keep.
         """
         if sparse.gradient_seed is None:
             return sparse
