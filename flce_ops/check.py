@@ -195,7 +195,7 @@ def time_and_memory(function: Function, head: Head) -> tuple[float, int]:
     def run() -> None:
         torch.autograd.grad(function(head), head[:2])
 
-    for _ in range(3):  # the first run compiles, the second is captured
+    for _ in range(3):  # the first run compiles
         run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
