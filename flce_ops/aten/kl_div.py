@@ -169,7 +169,8 @@ def stream_rows(
         del log_q, log_p  # frees memory before G is rounded
         if gradients is not None:
             gradients.add_scale(apply_slope(grad_logits, slope), product)
-            gradients.add(rows, grad_logits, input)
+            gradients.add_bias(grad_logits)
+            gradients.add_products(rows, grad_logits, input)
         del grad_logits, slope, product  # frees memory before the next chunk is allocated
     if gradients is not None:
         gradients.finish()
