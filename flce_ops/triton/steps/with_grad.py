@@ -100,9 +100,11 @@ def step_over_tokens(
     gradients, chunks = wanted_gradients(grads, call), chunking.chunks
     objective, smoothing = per_token.objective, None
     if objective.d_sum is not None:
-        own_weight = weight_of_classes(call)
+        weight, start = call.operands.weight, getattr(call, "vocab_start", 0)
+        if weight is not None:  # of the classes that this rank holds
+            weight = weight.float()[start : start + call.operands.linear_weight.shape[0]]
         slopes = valid_tokens, per_token.reduction, objective.d_sum, call.logits
-        smoothing = SmoothingTerms(call.operands, own_weight, *slopes)
+        smoothing = SmoothingTerms(call.operands, weight, *slopes)
     if isinstance(call, WithGrad) and is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
@@ -112,13 +114,6 @@ def step_over_tokens(
     finish_gradients(grads, gradients, valid_tokens, place, call)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
     return chunks
-
-
-def weight_of_classes(call: Any) -> Tensor | None:  # (v,) float32
-    """The weights of the classes that this rank holds."""
-    weight, classes = call.operands.weight, call.operands.linear_weight.shape[0]
-    start = getattr(call, "vocab_start", 0)
-    return None if weight is None else weight.float()[start : start + classes]
 
 
 @takes(VocabParallelWithGrad)
