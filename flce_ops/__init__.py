@@ -27,10 +27,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .parallel import VocabParallel
 
-SAC_SAVE_OPS = [
-    operators.linear_cross_entropy_forward.default,
-    operators.linear_kl_div_forward.default,
-]
+SAC_SAVE_OPS = [operators.linear_cross_entropy_forward.default, operators.linear_kl_div_forward.default]
 """Operators whose results a selective activation checkpoint policy should save: backward need not rerun them then."""
 
 __all__ = [

@@ -171,11 +171,7 @@ def step(head: Head) -> list[Line]:
     compiled = torch.compile(lambda input, linear_weight: plain(Head(input, linear_weight, head.target)))
     size = " x ".join(map(str, (*head.input.shape, head.linear_weight.shape[0])))
     measured = {}
-    for name, function in {
-        "flce_ops": ours,
-        "eager": plain,
-        "torch.compile": lambda head: compiled(*head[:2]),
-    }.items():
+    for name, function in {"flce_ops": ours, "eager": plain, "torch.compile": lambda head: compiled(*head[:2])}.items():
         try:
             measured[name] = time_and_memory(function, head)
         except Exception as error:  # torch.compile is not installed, or the logits do not fit the memory
@@ -199,7 +195,7 @@ def time_and_memory(function: Function, head: Head) -> tuple[float, int]:
     def run() -> None:
         torch.autograd.grad(function(head), head[:2])
 
-    for _ in range(3):  # the first run compiles, the second is captured
+    for _ in range(3):  # the first run compiles
         run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

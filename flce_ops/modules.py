@@ -8,13 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .entry.arguments import (
-    ReductionName,
-    check_ignore_index,
-    check_ranges,
-    check_reduction,
-    check_torch_options,
-)
+from .entry.arguments import ReductionName, check_ignore_index, check_ranges, check_reduction, check_torch_options
 from .functional import LinearCrossEntropyMetrics, linear_cross_entropy
 from .functional.keywords import ForwardKeywords, HeadKeywords
 from .functional.public import refuse_misnamed, typed
@@ -257,12 +251,7 @@ class LinearCrossEntropyHead(nn.Linear):
 
     @overload
     def forward(
-        self,
-        input: Tensor,
-        target: Tensor | None = None,
-        *,
-        return_metrics: bool,
-        **options: Unpack[HeadKeywords],
+        self, input: Tensor, target: Tensor | None = None, *, return_metrics: bool, **options: Unpack[HeadKeywords]
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
     def forward(

@@ -89,11 +89,7 @@ class VocabParallel(ParallelStyle):
         self, device_mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         named = dict(zip(("input", "target"), args)) | kwargs
-        layouts = {
-            "input": self.input_layouts,
-            "target": self.target_layouts,
-            "token_weight": self.target_layouts,
-        }
+        layouts = {"input": self.input_layouts, "target": self.target_layouts, "token_weight": self.target_layouts}
         for name, layout in layouts.items():
             tensor = named.get(name)
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):

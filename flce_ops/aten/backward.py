@@ -12,14 +12,7 @@ from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
 from .gradients import SparseAccumulator, accumulator_of, draws_of, needs_exact, rows_beside_gradients
-from .logits import (
-    activate_with_slope,
-    add_target_and_sum,
-    apply_slope,
-    softmax_factors,
-    softmax_gradient,
-    upcast,
-)
+from .logits import activate_with_slope, add_target_and_sum, apply_slope, softmax_factors, softmax_gradient, upcast
 from .valid_tokens import kernel_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary

@@ -47,10 +47,8 @@ CPU_BLOCK_BYTES = 2 << 20
 
 
 def product_dtype(input: Tensor) -> torch.dtype:
-    """The dtype of the GEMM's result. cuBLAS returns its float32 accumulator. (Meta tensors belong to the planner and
-    stand for CUDA's.)
-    """
-    return accumulation_dtype(input.dtype) if input.device.type in ("cuda", "meta") else input.dtype
+    """The dtype of the GEMM's result. cuBLAS returns its float32 accumulator."""
+    return accumulation_dtype(input.dtype) if input.device.type == "cuda" else input.dtype
 
 
 def product_is_rounded(input: Tensor) -> bool:
@@ -59,10 +57,7 @@ def product_is_rounded(input: Tensor) -> bool:
 
 
 def chunk_product(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None = None,
-    out: Tensor | None = None,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # u, (n, V)
     n, dtype = input.shape[0], product_dtype(input) if out is None else out.dtype
     if readable(linear_weight):

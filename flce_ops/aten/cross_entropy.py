@@ -108,7 +108,7 @@ def fill_in(call: LogitsWithGrad, loss: Tensor, losses: Tensor, grad_logits: Ten
 def with_grad_of_rows(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
     losses, grad_logits, argmax = outputs
     statistics = TokenStatistics(argmax=argmax if call.argmax else None)
-    of_tokens = rows_of_call(call, call.operands, losses, statistics)
+    of_tokens = rows_of_call(call, losses, statistics)
     loss_and_gradients(call, of_tokens, copied_rows(call), GivenRows(grad_logits))
 
 

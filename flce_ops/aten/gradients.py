@@ -90,11 +90,6 @@ class GradientAccumulator(Accumulator):
         if logit_scale is not None:
             self.grad_logit_scale = of_scale[0].zero_()
 
-    def add(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        """Adds the G of a chunk, (n, V), in the accumulation dtype. `input` replaces self.input[rows]."""
-        self.add_bias(grad_logits)
-        self.add_products(rows, grad_logits, input)
-
     def add_bias(self, grad_logits: Tensor) -> None:
         if self.bias_sum is not None:
             self.bias_sum += grad_logits.sum(0)
@@ -118,6 +113,7 @@ class GradientAccumulator(Accumulator):
             block.copy_(grad_logits)
 
     def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
+        """Adds the products of a chunk's G, (n, V). `input` replaces self.input[rows]."""
         rounded = grad_logits.to(self.input.dtype)
         self.add_to_input(rows, rounded)
         self.add_to_weight(rows, rounded, input)
@@ -198,7 +194,7 @@ class SparseAccumulator(GradientAccumulator):
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         logit_scale = self.logits.logit_scale
-        slope = slope if logit_scale is None else slope * logit_scale.flatten()
+        slope = slope if logit_scale is None else slope * logit_scale
         draws, count = self.draws.of(rows), grad_logits.shape[0]
         at_once = count // PARTS + 1
         for start in range(0, count, at_once):

@@ -148,7 +148,11 @@ def stream_rows(
         if operands.teacher_probs is None:
             softmaxes.append((log_p, teacher_shift))
         if divergence is not None:
-            find_shifts(softmaxes, rows, options)
+            found = [shift_rows(logits) for logits, _ in softmaxes]
+            row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
+            denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
+            for k, (_, known) in enumerate(softmaxes):
+                known[0, rows], known[1, rows] = row_max[k], denominators[k]
         else:
             for logits, known in softmaxes:
                 logits.sub_(known[0, rows, None])
@@ -165,7 +169,8 @@ def stream_rows(
         del log_q, log_p  # frees memory before G is rounded
         if gradients is not None:
             gradients.add_scale(apply_slope(grad_logits, slope), product)
-            gradients.add(rows, grad_logits, input)
+            gradients.add_bias(grad_logits)
+            gradients.add_products(rows, grad_logits, input)
         del grad_logits, slope, product  # frees memory before the next chunk is allocated
     if gradients is not None:
         gradients.finish()
@@ -190,7 +195,11 @@ def finish_rows(
     if divergence is None and kind.of_student:
         number = student_kl[rows]
     elif divergence is not None or weighed:
-        shift = shift_of_rows(log_q, log_p, options) if kind.shifted else None
+        shift = None  # (n, 1)
+        if kind.shifted:
+            least = finite_maximum(torch.minimum(log_q, log_p))
+            least = all_gather(least, options.group, options.ranks).amax(0)
+            shift = torch.where(least < LEAST_UNSHIFTED, least, 0.0)
         sums = row_sums(kind, blocks(log_q, log_p, alone), beta if shift is None else shift, weighed)
         of_rows: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
         of_rows += () if shift is None else (shift.squeeze(1),)
@@ -223,12 +232,6 @@ def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, T
     return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
 
 
-def shift_of_rows(log_q: Tensor, log_p: Tensor, options: KlDivOptions) -> Tensor:  # (n, 1)
-    least = finite_maximum(torch.minimum(log_q, log_p))
-    least = all_gather(least, options.group, options.ranks).amax(0)
-    return torch.where(least < LEAST_UNSHIFTED, least, 0.0)
-
-
 def row_sums(
     kind: type[Divergence], blocks: Iterable[tuple[slice, Tensor, Tensor]], beta: Tensor | None, weighed: bool
 ) -> Tensor:
@@ -237,15 +240,6 @@ def row_sums(
     of_rows = beta is not None and beta.dim() > 0
     terms = (kind.of_entry(log_q, log_p, beta[rows] if of_rows else beta)[:count] for rows, log_q, log_p in blocks)
     return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
-
-
-def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
-    """Fills in the (2, N) shift of each softmax, and subtracts its first number from the logits, (n, V)."""
-    found = [shift_rows(logits) for logits, _ in softmaxes]
-    row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
-    denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
-    for k, (_, shift) in enumerate(softmaxes):
-        shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
 
 
 @kernel_of(KlDivBackward)

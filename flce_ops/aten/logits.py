@@ -117,23 +117,18 @@ def softmax_gradient(logits: Tensor, factors: SoftmaxFactors) -> Tensor:  # (n, 
     return log_p.mul_(expected).add_(factor).mul_(p)
 
 
-def add_sum(grad_logits: Tensor, grad_logit_sum: Tensor | None, weight: Tensor | None) -> None:
-    """Adds m_i w_j in place."""
-    if grad_logit_sum is None:
-        return
-    if weight is None:
-        grad_logits += grad_logit_sum[:, None]
-    else:
-        grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ would make an (n, V) copy
-
-
 def add_target_and_sum(
     grad_logits: Tensor,  # (n, V), in place
     column: Tensor,  # (n, 1) or (n, K)
     cotangents: Cotangents,  # those of these rows
     weight: Tensor | None,  # (V,)
 ) -> None:
-    add_sum(grad_logits, cotangents.grad_logit_sum, weight)
+    """Adds m_i w_j, and a_i at the targets."""
+    grad_logit_sum = cotangents.grad_logit_sum
+    if grad_logit_sum is not None and weight is None:
+        grad_logits += grad_logit_sum[:, None]
+    elif grad_logit_sum is not None:
+        grad_logits.addcmul_(grad_logit_sum[:, None], weight.to(grad_logits.dtype))  # addr_ would make an (n, V) copy
     if cotangents.grad_target_logit is not None:
         grad_logits.scatter_add_(1, column, in_columns(cotangents.grad_target_logit))
 

@@ -10,31 +10,12 @@ from ..math.options import Statistics
 # n rows of a chunk or of a block of one, V vocabulary, v classes of this rank, R ranks
 
 
-def weighted_logits(logits: Tensor, weight: Tensor | None) -> Tensor:
-    """sum_j w_j z_ij, (n,)."""
-    if weight is None:
-        return logits.sum(1)
-    return logits @ weight.to(logits.dtype)
-
-
 def sum_from_lse(sum_from_maximum: Tensor, log_sum: Tensor, weight_sum: Tensor | int) -> Tensor:
     """sum_j w_j (z_ij - lse_i), from sum_j w_j (z_ij - row_max_i) and lse_i - row_max_i, (n,) each.
 
     If a bias of -inf switches off all classes of a shard, the sum is -inf, not nan.
     """
     return sum_from_maximum - weight_sum * torch.where(log_sum == -torch.inf, 0.0, log_sum)
-
-
-def subtract_maximum(logits: Tensor) -> Tensor:  # (n,)
-    """Replaces z by z - row_max in place. Returns row_max."""
-    row_max = finite_maximum(logits)
-    logits.sub_(row_max)
-    return row_max.squeeze(1)
-
-
-def exponentiate(shifted: Tensor) -> Tensor:  # (n,)
-    """Replaces z - row_max by E, its exponential, in place. Returns the row sums."""
-    return shifted.exp_().sum(1)
 
 
 def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
@@ -45,17 +26,6 @@ def finite_maximum(logits: Tensor) -> Tensor:  # (n, 1)
     if logits.shape[1] == 0:
         return logits.new_full((logits.shape[0], 1), lowest)
     return logits.amax(1, keepdim=True).clamp_min_(lowest)
-
-
-def row_moments(shifted: Tensor) -> tuple[Tensor, Tensor]:
-    """Like exponentiate; also returns the row sums of E (z - row_max)."""
-    copy = at_least_finite(shifted).clone()
-    return exponentiate(shifted), copy.mul_(shifted).sum(1)
-
-
-def log_sum_of_squares(exponentials: Tensor, row_sum: Tensor) -> Tensor:  # (n,)
-    """log sum_j p_ij^2. The largest E of a row is 1, so neither sum underflows or overflows."""
-    return exponentials.square().sum(1).log_() - 2.0 * row_sum.log()
 
 
 def shift_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,16 +69,19 @@ def reduce_rows(
 ) -> BlockNumbers:
     max_logit, argmax = logits.max(1) if asked.argmax else (None, None)
     mean_logit = logits.sum(1) / num_classes if asked.mean_logit else None
-    row_max = subtract_maximum(logits)
-    logit_sum = None if weight_sum is None else weighted_logits(logits, weight)
-    moment = None
+    row_max = finite_maximum(logits)
+    logits.sub_(row_max)
+    logit_sum = shifted = moment = squares = None
+    if weight_sum is not None:
+        logit_sum = logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
     if asked.entropy:
-        row_sum, first_moment = row_moments(logits)
-        moment = first_moment / row_sum
-    else:
-        row_sum = exponentiate(logits)
-    log_sum = row_sum.log()
+        shifted = at_least_finite(logits).clone()
+    row_sum = logits.exp_().sum(1)
+    if shifted is not None:
+        moment = shifted.mul_(logits).sum(1) / row_sum
+    row_max, log_sum = row_max.squeeze(1), row_sum.log()
     if logit_sum is not None:
         logit_sum = sum_from_lse(logit_sum, log_sum, weight_sum)
-    squares = log_sum_of_squares(logits, row_sum) if asked.log_sum_sq_probs else None
+    if asked.log_sum_sq_probs:  # the largest E of a row is 1, so neither sum underflows or overflows
+        squares = logits.square().sum(1).log_() - 2.0 * row_sum.log()
     return BlockNumbers(row_max, row_sum, log_sum, logit_sum, max_logit, argmax, moment, squares, mean_logit)

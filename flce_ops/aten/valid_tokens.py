@@ -30,13 +30,7 @@ from ..support.target_range import assert_in_range, in_range
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
-MATRICES = {  # (N, ...)
-    "input": 0.0,
-    "logits": 0.0,
-    "grad_grad_input": 0.0,
-    "teacher_input": 0.0,
-    "teacher_probs": 1.0,
-}
+MATRICES = {"input": 0.0, "logits": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
 VECTORS = {  # (..., N)
     *(name for objective in RowObjective.named.values() for name in objective.tokens_of._fields),
     "row_scale",
@@ -52,10 +46,6 @@ VECTORS = {  # (..., N)
     "student_kl",
     "divergence",
     "token",
-    "softcap",
-    "logit_scale",
-    "teacher_softcap",
-    "teacher_logit_scale",
 }
 PER_TARGET = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
 SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
@@ -140,16 +130,16 @@ def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills,
         with_valid_rows(body, call, results, fills, valid, *extra)
 
 
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False) -> bool:
+def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> bool:
     """Checks the targets. Returns whether all tokens are known to be valid, which a CPU finds out in the same pass."""
-    if not on_device and target.device.type == "cpu":
+    if target.device.type == "cpu":
         if not target.numel():
             return False
         lowest, highest = map(int, target.aminmax())
         if 0 <= lowest and highest < num_classes:
             return not lowest <= ignore_index <= highest
     valid = in_range(target, num_classes, ignore_index).all()
-    assert_in_range(valid, target, num_classes, ignore_index, on_device=on_device)
+    assert_in_range(valid, target, num_classes, ignore_index)
     return False
 
 
@@ -171,7 +161,7 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
             return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]))
         if name in PER_TARGET:
             return value.index_select(0, indices)
-        return value.index_select(-1, indices) if name in VECTORS and value.dim() and value.shape[-1] else value
+        return value.index_select(-1, indices) if name in VECTORS and value.shape[-1] else value
 
     call_of_valid = call.changed(of_valid)
     call_of_valid.notes += ("without ignored tokens",)

@@ -14,7 +14,10 @@ from ..math.options import LogitOperands, Operands, Statistics, TokenStatistics,
 from ..math.reduction import Reduction
 from ..math.shards import (
     Exchange,
+    argmax_of_shards,
     class_weights_of_shards,
+    log_shares,
+    logit_sum_of_shards,
     shard_rows,
     shards_of_classes,
     statistics_of_shard,
@@ -23,24 +26,11 @@ from ..math.shards import (
 from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
-from ..meta.arguments import (
-    LogitsWithGrad,
-    PolicyWithGrad,
-    RowLossWithGrad,
-    VocabParallelWithGrad,
-    WithGrad,
-)
+from ..meta.arguments import LogitsWithGrad, PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
-from .gradients import (
-    Accumulator,
-    SparseAccumulator,
-    accumulator_of,
-    draws_of,
-    needs_exact,
-    rows_beside_gradients,
-)
+from .gradients import Accumulator, SparseAccumulator, accumulator_of, draws_of, needs_exact, rows_beside_gradients
 from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
 from .row_statistics import BlockNumbers, extra_matrices, reduce_rows
 from .valid_tokens import kernel_of, zero_where_ignored
@@ -55,10 +45,10 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
     loss, losses, *results, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     input, linear_weight = call.operands[:2]
-    step = rows_of_chunk(call, call.operands, call.output_mask[1], call.statistics, draws)
+    step = rows_of_chunk(call, call.statistics, draws)
     gradients = accumulator_of(call, draws, grads, step)
     products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
-    of_tokens = rows_of_call(call, call.operands, losses, statistics, call.target_weight)
+    of_tokens = rows_of_call(call, losses, statistics, call.target_weight)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
@@ -67,7 +57,7 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs, of_scale = outputs
     grads.append(of_scale)
     input, linear_weight, target, linear_bias = call.operands
-    step = rows_of_chunk(call, call.operands, call.output_mask[1])
+    step = rows_of_chunk(call)
     gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
@@ -92,34 +82,28 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     of_shards = None
     if call.loss.label_smoothing:
         of_shards = class_weights_of_shards(weight, shards_of_classes(slice(0, call.vocab_size), call.ranks), losses)
-    exchange = Exchange(call.group, call.ranks, of_shards)
+    exchange = Exchange(call.group, call.ranks)
     own_statistics = statistics_of_shard(call.statistics, losses)
     lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
     matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
     step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
     gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
-    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest)
+    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
     rows = (input, objective, valid, column, Reduction(call.row_scale), losses, own_statistics)
     of_tokens = RowsOfTokens(*rows, class_weight=own_weight, num_classes=call.vocab_size, shared=shared)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
     exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
 
 
-def rows_of_chunk(
-    call: WithGrad | RowLossWithGrad,
-    operands: Any,
-    want_weight: bool,
-    statistics: Statistics = NONE_ASKED,
-    draws: Draws | None = None,
-) -> int:
-    input, linear_weight = operands.input, operands.linear_weight
+def rows_of_chunk(call: Any, statistics: Statistics = NONE_ASKED, draws: Draws | None = None) -> int:
+    input, linear_weight = call.operands[:2]
     in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(statistics)
     in_block += 2 * call.scale_gradient  # u, and G u
     return rows_beside_gradients(
         input,
         linear_weight.shape[0],
-        want_weight,
+        call.output_mask[1],
         matrices=draws is not None and needs_exact(call),
         matrices_in_block=in_block + (draws is not None),
         reserved=copy_bytes(linear_weight),
@@ -138,27 +122,40 @@ class SharedRows:
         vocab_start: int,
         argmax: Tensor | None,  # out
         lse_rest: Tensor | None,  # out: what the rounding of this rank's lse took from it
+        class_weights: Tensor | None,  # (R,), their sum over each shard, for a logit sum
     ) -> None:
         self.exchange, self.hit, self.vocab_start = exchange, hit, vocab_start
-        self.argmax, self.lse_rest = argmax, lse_rest
+        self.argmax, self.lse_rest, self.class_weights = argmax, lse_rest, class_weights
 
     def whole(
-        self, rows: slice, numbers: BlockNumbers, lse: Tensor, lse_rest: Tensor, target_logit: Tensor
+        self, rows: slice, numbers: BlockNumbers, own_lse: Tensor, own_rest: Tensor, target_logit: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Returns lse, its rest, the factor that turns E into probabilities, target_logit and logit_sum, all over whole
         rows.
+
+        A share is a rank's part of the softmax's denominator. The shares of a row add up to 1, however lse is rounded.
         """
-        own, row_sum = [lse, lse_rest, torch.where(self.hit[rows], target_logit, 0.0)], numbers.row_sum
-        own += [] if numbers.logit_sum is None else [numbers.logit_sum]
-        if self.lse_rest is not None:
-            self.lse_rest[rows] = lse_rest
-        largest = None if self.argmax is None else (numbers.max_logit, numbers.argmax + self.vocab_start)
-        lse, lse_rest, share, target_logit, logit_sum, column = self.exchange.whole_rows(own, largest)
+        lse, rest, share, logit_sum = own_lse, own_rest, torch.ones_like(own_lse), numbers.logit_sum
+        target_logit = torch.where(self.hit[rows], target_logit, 0.0)
+        largest: Any = None if self.argmax is None else (numbers.max_logit, numbers.argmax + self.vocab_start)
+        if self.exchange.ranks > 1:
+            sent = [lse, rest, target_logit, *([] if logit_sum is None else [logit_sum])]
+            sent += [] if largest is None else [part.to(lse.dtype) for part in largest]
+            gathered = self.exchange.gather(torch.stack(sent))
+            lse, rest, log_share = log_shares(gathered[:, 0], gathered[:, 1])
+            if logit_sum is not None:
+                logit_sum = logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
+            share = ((own_lse - lse) + (own_rest - rest)).exp() / log_share.exp().sum(0)
+            target_logit = gathered[:, 2].sum(0)
+            if largest is not None:
+                largest = None, argmax_of_shards(gathered[:, -2], gathered[:, -1])
         if self.argmax is not None:
-            self.argmax[rows] = column
+            self.argmax[rows] = largest[1]
+        if self.lse_rest is not None:
+            self.lse_rest[rows] = own_rest
         # a bias of -inf may switch off all classes of this rank
-        factor = torch.where(row_sum > 0.0, share / row_sum, 0.0 * share)
-        return lse, lse_rest, factor, target_logit, logit_sum
+        factor = torch.where(numbers.row_sum > 0.0, share / numbers.row_sum, 0.0 * share)
+        return lse, rest, factor, target_logit, logit_sum
 
 
 def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNumbers) -> None:
@@ -189,12 +186,12 @@ class RowsOfTokens(NamedTuple):
 
 def rows_of_call(
     call: WithGrad | LogitsWithGrad,
-    operands: Operands | LogitOperands,
     losses: Tensor,
     statistics: TokenStatistics,
     target_weight: Tensor | None = None,  # (N, K)
 ) -> RowsOfTokens:
     """The rows of a cross-entropy call."""
+    operands: Operands | LogitOperands = call.operands
     input, target, num_classes, topk_weight = operands[0], operands.target, operands.num_classes, None
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)

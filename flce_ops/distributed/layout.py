@@ -147,9 +147,6 @@ class Layout(OneRank):
     def sparse(self, sparse: SparseGradient) -> SparseGradient:
         """The options with a seed of this rank's own, because a token's random numbers depend on the token's place
         among those of its rank.
-
-        Ranks that share the vocabulary have the same tokens and the same seed, so together they keep the entries that
-        one device would keep.
         """
         if sparse.gradient_seed is None:
             return sparse
@@ -322,11 +319,7 @@ def layout_of_logits(op: str, logits: Tensor, **others: Tensor | None) -> Layout
 
 
 def check_teacher_layout(
-    op: str,
-    layout: Layout,
-    linear_weight: DTensor,
-    teacher_input: Tensor | None,
-    teacher_weight: Tensor | None,
+    op: str, layout: Layout, linear_weight: DTensor, teacher_input: Tensor | None, teacher_weight: Tensor | None
 ) -> None:
     if sum(layout.vocabulary) > 1:
         refuse_hole(op, "two dimensions of classes", layout=describe(linear_weight))

@@ -50,11 +50,7 @@ class ToLocal(Function):
 
     @staticmethod
     def forward(
-        ctx,
-        tensor: DTensor,
-        placements: tuple[Placement, ...],
-        gradient: tuple[Placement, ...],
-        keep_partial: bool,
+        ctx, tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[Placement, ...], keep_partial: bool
     ) -> Tensor:
         ctx.mesh, ctx.shape, ctx.stride = tensor.device_mesh, tensor.shape, tensor.stride()
         ctx.gradient = gradient

@@ -28,7 +28,6 @@ All ranks must use the same chunks. Chunks depend on the largest shard, ceil(V /
 must therefore be the same on all ranks.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,25 +80,14 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     else:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
-    numbers, shards = layout.gather_shards(shard.stacked()), layout.vocabulary_shards(num_classes)
-    return whole_rows(problem, problem.valid, list(shard.others), numbers, shards)
-
-
-def whole_rows(
-    call: TokenLosses | Forward,
-    valid: Tensor,  # (N,)
-    names: list[str],  # of ShardRows.others
-    shards: Tensor,  # (R, k, N), for each shard the result of ShardRows.stacked
-    classes: list[slice],  # of each shard
-) -> Rows:
-    target = call.operands.target
-    topk = shards.shape[1] - 2 - len(names)
-    others = dict(zip(names, shards[:, 2 + topk :].unbind(1), strict=True))  # (R, N) each
+    shards, valid, target = layout.gather_shards(shard.stacked()), problem.valid, problem.operands.target  # (R, k, N)
+    topk = shards.shape[1] - 2 - len(shard.others)
+    others = dict(zip(shard.others, shards[:, 2 + topk :].unbind(1), strict=True))  # (R, N) each
     lse, lse_rest, log_share = log_shares(shards[:, 0], shards[:, 1].detach())
     target_logit = shards[:, 2 : 2 + topk].sum(0).T.reshape(target.shape)
     logit_sum = None
     if "logit_sum" in others:
-        class_weights = class_weights_of_shards(call.operands.weight, classes, lse)
+        class_weights = class_weights_of_shards(problem.operands.weight, layout.vocabulary_shards(num_classes), lse)
         logit_sum = logit_sum_of_shards(others["logit_sum"], log_share, class_weights)
     whole: dict[str, Tensor] = {}
     if "expected_log_prob" in others:
@@ -114,7 +102,7 @@ def whole_rows(
     if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
         whole["argmax"] = torch.where(valid, largest, -1)
-    if isinstance(call, Forward) or call.statistics.lse:
+    if problem.statistics.lse:
         lse = torch.where(valid, lse, 0.0)
     return Rows(target_logit, lse, logit_sum, lse_rest, **whole)
 
@@ -138,18 +126,6 @@ def rows_of_shard(
     first = num_classes if empty else classes.start
     own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
     results = Forward.like(problem, **own).dispatched()
-    rows = shard_rows(results, asked, classes.start)
-    if empty:
-        lse, nothing = 0.0 * finite_in_empty_rows(rows.lse, rows.lse) - torch.inf, torch.zeros_like(rows.lse)
-        others = dict.fromkeys(rows.others, nothing)
-        if asked["argmax"]:
-            others |= {"argmax": rows.others["argmax"], "max_logit": torch.full_like(lse, -torch.inf)}
-        rows = ShardRows(lse, nothing, rows.target_logit, others)
-    return rows
-
-
-def shard_rows(results: Sequence[Tensor], asked: dict[str, bool], start: int) -> ShardRows:
-    """From the results of a forward operator for the classes from `start` on."""
     target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, *_ = results
     numbers = {
         "logit_sum": logit_sum,
@@ -163,8 +139,14 @@ def shard_rows(results: Sequence[Tensor], asked: dict[str, bool], start: int) ->
         if asked[name]:
             others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
-        others["argmax"] = (argmax + start).to(lse.dtype)  # float32 counts exactly up to 2^24
+        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
         others["max_logit"] = max_logit
+    if empty:
+        lse, lse_rest = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.zeros_like(lse)
+        column = others.get("argmax")
+        others = dict.fromkeys(others, lse_rest)
+        if column is not None:
+            others |= {"argmax": column, "max_logit": torch.full_like(lse, -torch.inf)}
     return ShardRows(lse, lse_rest, target_logit, others)
 
 

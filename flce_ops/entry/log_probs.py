@@ -10,7 +10,7 @@ torch.ops.flce.linear_policy_loss, and the operators of other objectives that ha
 
     composite_loss -> losses_with_grad    one pass: linear_policy_loss_with_grad
                    -> losses_of_rows      differentiable ATen over log-probabilities; the only way with a sharded
-                                          vocabulary or with a support
+                                          vocabulary
 
 loss_of_tokens in loss.py calls these two. Schemas, kernels and derivatives follow from the tokens, numbers and options
 of the objective (flce_ops/objectives/row.py).

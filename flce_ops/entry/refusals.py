@@ -1,9 +1,9 @@
 """The combinations that are not implemented: a table from features of a call to the text of the error.
 
     source        positions (a head for each)
-    objective     class probabilities, target_weight, top-k targets, metrics, argmax, teacher_probs
+    objective     class probabilities, target_weight, metrics, argmax, teacher_probs
     sink          main_grad, sparse gradient, gradient_class_order, batch_invariant
-    layout        DTensors, sharded vocabulary, recomputing shards (backward makes their gradients)
+    layout        DTensors, sharded vocabulary
 
 What a single argument or one operator does not do is in support/holes.py. All other combinations are implemented. A new
 feature that does not combine with everything adds its name and its rows here.
@@ -26,10 +26,9 @@ def wants_gradient(call: Any) -> bool:
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
-# "sharded vocabulary" and "recomputing shards" depend on the layout or on the path, so the caller adds them. The others
-# follow from the arguments.
+# "sharded vocabulary" depends on the layout, so the caller adds it. The others follow from the arguments.
 FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
-FEATURES += ("topk", "metrics", "argmax", "sparse gradient", "sharded vocabulary")
+FEATURES += ("metrics", "argmax", "sparse gradient", "sharded vocabulary")
 FEATURES += ("batch_invariant", "a CPU", "learnt scale")
 
 
@@ -53,8 +52,6 @@ def features_of(call: Any) -> set[str]:
         found.add("learnt scale")
     if values.get("batch_invariant"):
         found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}
-    if "sparse gradient" in found and call.target.dim() == call.input.dim():
-        found.add("topk")
     return found
 
 

@@ -10,7 +10,7 @@ from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossNumbers
 from ..objectives.row import Nothing, RowObjective
 
-# N tokens, K classes of a target, D hidden size (E of a teacher), M ids of all supports together, V vocabulary
+# N tokens, K classes of a target, D hidden size (E of a teacher), V vocabulary
 
 
 class CrossEntropy(Arguments, keyword_from="weight"):

@@ -24,31 +24,19 @@ def call(given: dict[str, Any]) -> Any:
 
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    return_metrics: Literal[False] = False,
-    **options: Unpack[LogitsKeywords],
+    logits: Tensor, target: Tensor, *, return_metrics: Literal[False] = False, **options: Unpack[LogitsKeywords]
 ) -> Tensor: ...
 
 
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    return_metrics: Literal[True],
-    **options: Unpack[LogitsKeywords],
+    logits: Tensor, target: Tensor, *, return_metrics: Literal[True], **options: Unpack[LogitsKeywords]
 ) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
 
 @overload
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    return_metrics: bool,
-    **options: Unpack[LogitsKeywords],
+    logits: Tensor, target: Tensor, *, return_metrics: bool, **options: Unpack[LogitsKeywords]
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
 
 

@@ -171,8 +171,7 @@ def linear_cross_entropy(
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
         linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast). For a
             K-dimensional loss (V, d_1, ..., d_K, D): a head for each position, which run one after the other. target,
-            loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias is (V, d_1, ..., d_K). Or the quantized
-            weight of a frozen head, which is dequantized a slice of classes at a time; see docs/paths.md.
+            loss and token_weight are (..., d_1, ..., d_K) then, and linear_bias is (V, d_1, ..., d_K).
         target: class indices in [0, V) or ``ignore_index``, (...), int64, int32 or uint8. With ``target_weight``: K
             classes a token, (..., K). A class that is ``ignore_index`` counts for nothing, and a token with only such
             classes is ignored. Or class probabilities, (..., V) or (..., V, d_1, ..., d_K), of any floating dtype.

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..support.running import running
 from ..support.symbolic import SYMBOLIC, finite_in, known_only_when_it_runs
 from .sparse_gradient import SparseGradient
+from .topk import tokens_that_count
 
 # N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
 
@@ -144,8 +145,7 @@ class TokenLosses:
 
     @functools.cached_property
     def valid(self) -> Tensor:  # (N,)
-        counts = self.operands.target != self.ignore_index
-        return counts if counts.dim() == 1 else counts.any(1)
+        return tokens_that_count(self.operands.target, self.ignore_index)
 
     @property
     def denominator_weight(self) -> Tensor | None:  # (V,)
@@ -186,20 +186,18 @@ Number = float  # also an int, or a SymFloat as above; torch's stubs lack the pr
 
 def scalar(value: Number, like: Tensor, name: str = "a number", op: str = "") -> Tensor:  # ()
     """`value` as a tensor, on the device and in the accumulation dtype of `like`. `name` is its argument's, for an
-    error; `op` names the function where no operator runs yet.
+    error; `op` names the function where no operator runs yet. Refuses a finite number that the dtype would round to
+    infinity.
     """
     dtype = accumulation_dtype(like.dtype)
-    check_in_range_of(dtype, op or running.function or "flce_ops", name, value)
+    largest = torch.finfo(dtype).max
+    # the check of a SymFloat is a guard of its graph
+    if not known_only_when_it_runs(value) and largest < abs(value) < inf:
+        op = op or running.function or "flce_ops"
+        raise ValueError(f"{op}: expected {name} in the range of {dtype}, got {value}")
     if isinstance(value, SYMBOLIC):
         return torch.ones((), dtype=dtype, device=like.device) * value
     return torch.full((), value, dtype=dtype, device=like.device)
-
-
-def check_in_range_of(dtype: torch.dtype, op: str, name: str, value: Number) -> None:
-    """Refuses a finite number that `dtype` would round to infinity. The check of a SymFloat is a guard of its graph."""
-    largest = torch.finfo(dtype).max
-    if not known_only_when_it_runs(value) and largest < abs(value) < inf:
-        raise ValueError(f"{op}: expected {name} in the range of {dtype}, got {value}")
 
 
 def scalar_unless(neutral: float, value: Number | None, like: Tensor, name: str) -> Tensor | None:  # ()

@@ -104,34 +104,10 @@ def logit_sum_of_shards(
 
 
 class Exchange:
-    """Combines the numbers of a chunk's shards into those of whole rows."""
+    """Sends numbers of a chunk's shards to the ranks that share its rows."""
 
-    def __init__(self, group: str | None, ranks: int, class_weights: Tensor | None = None) -> None:
-        self.group, self.ranks, self.class_weights = group, ranks, class_weights  # (R,), for a logit sum
-
-    def whole_rows(
-        self, per_shard: list[Tensor], largest: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns lse, its rest, the share, target_logit, logit_sum and argmax, (n,) each, from this rank's numbers
-        (lse, its rest, target_logit and perhaps logit_sum) and its (max_logit, argmax).
-
-        The share is this rank's part of the softmax's denominator. The shares of a row add up to 1, however lse is
-        rounded.
-        """
-        smoothed = len(per_shard) == 4
-        if self.ranks == 1:
-            lse, rest, target_logit = per_shard[:3]
-            logit_sum = per_shard[3] if smoothed else None
-            return lse, rest, torch.ones_like(lse), target_logit, logit_sum, None if largest is None else largest[1]
-        numbers = per_shard if largest is None else [*per_shard, *(part.to(per_shard[0].dtype) for part in largest)]
-        gathered = self.gather(torch.stack(numbers))
-        lse, rest, log_share = log_shares(gathered[:, 0], gathered[:, 1])
-        logit_sum = None
-        if smoothed:
-            logit_sum = logit_sum_of_shards(gathered[:, 3], log_share, cast(Tensor, self.class_weights))
-        share = ((per_shard[0] - lse) + (per_shard[1] - rest)).exp() / log_share.exp().sum(0)
-        column = None if largest is None else argmax_of_shards(gathered[:, -2], gathered[:, -1])
-        return lse, rest, share, gathered[:, 2].sum(0), logit_sum, column
+    def __init__(self, group: str | None, ranks: int) -> None:
+        self.group, self.ranks = group, ranks
 
     def gather(self, numbers: Tensor) -> Tensor:  # (k, n) -> (R, k, n)
         return all_gather(numbers, self.group, self.ranks)

@@ -20,11 +20,9 @@ the kept entries do not depend on it either. Before a q is rounded down to an in
 tile is added, so that a q far below one unit is kept as often as it should be.
 
 u is a function of the seed, the token's place in the call and the tile. It does not depend on chunks, on the order of
-execution, or on other tokens. Ranks that share the vocabulary exchange the sums of q of a tile that they share, so they
-keep the entries that one device would keep. A second forward with the same seed (a checkpoint's, a captured graph's)
-keeps the same entries. u is computed by the finaliser of MurmurHash3, applied three times. In Triton there is one
-difference: blocks of classes that many tokens keep get their exact gradient (triton/sparse/sparse_or_dense.py), and
-each rank decides this for its own blocks.
+execution, or on other tokens. A second forward with the same seed (a checkpoint's, a captured graph's) keeps the same
+entries. u is computed by the finaliser of MurmurHash3, applied three times. In Triton there is one difference: blocks
+of classes that many tokens keep get their exact gradient (triton/sparse/sparse_or_dense.py).
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_forward(cls, results: Sequence[Tensor]) -> "Rows":
-        """From the results of a forward operator of a head or a support."""
+        """From the results of a forward operator of a head."""
         target_logit, lse, logit_sum, expected, _, argmax, squares, mean_logit, lse_rest, *_ = results
         return cls(target_logit, lse, logit_sum, lse_rest, expected, argmax, squares, mean_logit)
 

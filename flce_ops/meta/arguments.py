@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import (
-    Cotangents,
-    LogitOperands,
-    LogitOptions,
-    Operands,
-    Statistics,
-)
+from ..math.options import Cotangents, LogitOperands, LogitOptions, Operands, Statistics
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
 from ..objectives.cross_entropy import LossOptions

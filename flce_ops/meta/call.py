@@ -116,7 +116,6 @@ class Arguments:
     results: ClassVar[tuple[Result, ...]] = ()
     objective: ClassVar[Any] = None  # the objective that the operator belongs to
     written: ClassVar[str] = ""  # the argument that the operator writes to
-    constants: ClassVar[tuple[str, ...]] = ()  # tensors whose gradient is refused, besides the options
 
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # the number of positional arguments
@@ -220,8 +219,7 @@ class Arguments:
 
     def dispatched(self) -> Any:
         """What its operator returns."""
-        values = self.values()
-        return getattr(ops, self.op)(*values[: self.positional], **self.named_of(values))
+        return self.run(getattr(ops, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call in which change(name, value) replaces each value."""

@@ -46,10 +46,7 @@ def is_pruned(tensor: Tensor) -> bool:
 def check_dense(op: str, **tensors: Tensor | None) -> None:
     """Checks that tensors are dense, before anything else is read from them."""
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        usual = type(tensor) in DENSE_TYPES and tensor.layout is torch.strided
-        if (usual and not (tensor.is_nested or tensor.is_quantized)) or is_dense(tensor):
+        if tensor is None or is_dense(tensor):
             continue
         if tensor.is_nested:
             raise TypeError(

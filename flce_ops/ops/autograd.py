@@ -1,27 +1,19 @@
-"""What the operators of a head and of a support save for backward, and what backward calls. Nothing here computes a
+"""What the operators of a head save for backward, and what backward calls. Nothing here computes a
 logit. Only autograd holds what is saved, so saved logits are freed after backward, and kept under retain_graph.
 
 forward            saves its arguments, lse, saved logits                    <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- multiplies them by one scalar:
                                                                                 made_in_forward.py
 backward           saves its arguments                                       <- the plain formula: second_order.py
-
 """
 
 import torch
 from torch import SymInt, Tensor
 
 from ..math.options import Cotangents
-from ..meta.arguments import (
-    Backward,
-    BackwardInPlace,
-    Forward,
-)
+from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..support.holes import refuse_hole
-from ..support.torch_private import (
-    differentiated,
-    runs_in_this_backward,
-)
+from ..support.torch_private import differentiated, runs_in_this_backward
 from .function import OperatorFunction, wanted, where_wanted
 from .paths import saved_rows
 from .second_order import second_derivatives
@@ -56,7 +48,9 @@ class ForwardFunction(OperatorFunction):
         if not (call.expected_log_prob and (grad_expected_log_prob is not None or call.batch_invariant)):
             expected_log_prob = None
         if call.vocab_size is not None and call.operands.linear_bias is not None:
-            lse, expected_log_prob = finite_rows(lse, expected_log_prob)
+            if expected_log_prob is not None:
+                expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
+            lse = finite_in_empty_rows(lse, lse)
         *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
@@ -93,11 +87,6 @@ def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a 
     nan.
     """
     return numbers.masked_fill(lse == -torch.inf, 0.0)
-
-
-def finite_rows(lse: Tensor, expected_log_prob: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    expected = None if expected_log_prob is None else finite_in_empty_rows(expected_log_prob, lse)
-    return finite_in_empty_rows(lse, lse), expected
 
 
 class BackwardFunction(OperatorFunction):

@@ -1,15 +1,9 @@
 """What each operator of given logits saves for backward, and what backward calls.
 
-    forward            saves its arguments, lse                               <- backward
-    backward           saves its arguments                                    <- differentiable ATen
-    with_grad          saves the gradient made in the same pass               <- that gradient times one scalar
-    with_grad_         saves the same gradient, which overwrote the logits
-
-Notation of flce_ops/aten/logits.py, with H the cotangent of G = d f'. The derivatives of the backward operator
-are
-
-    z' = f' H     lse' = sum_j p z'     dL/da = z'_y     dL/dl = lse'     dL/dm = sum_j w z'
-    dL/du = l p (z' - lse') f' + d f'' H
+forward            saves its arguments, lse                               <- backward
+backward           saves its arguments                                    <- the plain formula: second_order.py
+with_grad          saves the gradient made in the same pass               <- that gradient times one scalar
+with_grad_         saves the same gradient, which overwrote the logits
 """
 
 import weakref
@@ -57,8 +51,6 @@ class ForwardFunction(OperatorFunction):
 
 
 class BackwardFunction(OperatorFunction):
-    """Works on whole matrices, because the logits are in memory anyway. So autograd gives derivatives of any order."""
-
     arguments = LogitsBackward
     function = "cross_entropy"
     with_derivative = ("grad_logits",)

@@ -171,7 +171,7 @@ class OperatorFunction(Function):
     def kernel(cls, op: Any) -> Callable:
         """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
         arguments = cls.arguments
-        constants = {*NUMBERS, *CONSTANTS, *arguments.constants} - {*cls.learns}
+        constants = {*NUMBERS, *CONSTANTS} - {*cls.learns}
         numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
 
         def run(*args, **kwargs):

@@ -77,12 +77,25 @@ def gradients_of_loss(
     call: Any,
     saved: Sequence[Tensor],  # the losses, and the gradients that forward made
     grad_loss: Tensor | None,
-    *others: Tensor | None,
 ) -> dict[str, Tensor | None]:
+    """The gradients, multiplied by grad_loss, by the names of the operator's arguments."""
     made = function.arguments.made
     *needs, needs_row_scale = wanted(ctx, function.arguments, *made, "row_scale")
-    found, losses = function.times(call, saved, needs, grad_loss, *others)
-    grad_row_scale = losses * grad_loss if needs_row_scale and grad_loss is not None else None
+    assert grad_loss is not None
+    if torch.is_grad_enabled():  # true under create_graph
+        found, losses = function.made_again(call, grad_loss)
+    else:
+        losses, *gradients = saved
+        leaf = losses
+        for name, need in zip(made, needs):
+            # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in memory
+            # anyway, but a compiled graph would have to save input
+            if need:
+                leaf = getattr(call.operands, name, leaf)
+        of_forward = (*call.output_mask, vars(call).get("scale_gradient", False))
+        mask = [have and need for have, need in zip(of_forward, needs)]
+        found = multiply_by_grad_output(gradients, mask, grad_loss, leaf)
+    grad_row_scale = losses * grad_loss if needs_row_scale else None
     return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
 
 
@@ -104,24 +117,5 @@ class MadeInForward(OperatorFunction):
         return results[1], *made
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_loss, *others):
-        return gradients_of_loss(cls, ctx, call, saved, grad_loss, *others)
-
-    @classmethod
-    def times(
-        cls, call: Any, saved: Sequence[Tensor], needs: list[bool], grad_loss: Tensor | None, *others: Tensor | None
-    ) -> tuple[Sequence[Tensor | None], Tensor]:
-        """The gradients, multiplied by grad_loss, and the losses. Gradients that are not needed may be missing."""
-        assert grad_loss is not None
-        if torch.is_grad_enabled():  # true under create_graph
-            return cls.made_again(call, grad_loss)
-        losses, *gradients = saved
-        leaf = losses
-        for name, need in zip(cls.arguments.made, needs):
-            # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in memory
-            # anyway, but a compiled graph would have to save input
-            if need:
-                leaf = getattr(call.operands, name, leaf)
-        of_forward = (*call.output_mask, vars(call).get("scale_gradient", False))
-        mask = [made and need for made, need in zip(of_forward, needs)]
-        return multiply_by_grad_output(gradients, mask, grad_loss, leaf), losses
+    def gradients(cls, ctx, call, saved, grad_loss, *_):
+        return gradients_of_loss(cls, ctx, call, saved, grad_loss)

@@ -75,7 +75,7 @@ HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dty
 TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
 
 # A float16 gradient made in forward would need a range of 40 binades, because the loss scale is known only in backward.
-# So float16 takes 4 passes in Triton. According to the planner's model, at 8192x4096x128256 on an H200, they take 1.02
+# So float16 takes 4 passes in Triton. According to a model of the GEMMs, at 8192x4096x128256 on an H200, they take 1.02
 # times as long as 3 passes in ATen; 0.78 at D = 2304, 0.63 at D = 896. A checkpointed region runs its forward twice and
 # would make the gradients twice. torch.func's backward always asks for a graph, which gradients made in forward do not
 # have. Label smoothing under a softcap fits the epilogue that makes G, but not the one that makes exponentials: 4
@@ -88,24 +88,15 @@ OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
         Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD)),
-        Path(
-            "sparse",
-            SPARSE_IN_FORWARD,
-        ),
+        Path("sparse", SPARSE_IN_FORWARD),
         Path("recompute", ()),
     ),
     "a scalar loss over a sharded vocabulary": (
-        Path(
-            "one pass",
-            (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS),
-        ),
+        Path("one pass", (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS)),
         Path("recompute", ()),
     ),
     "a scalar loss of a policy": (
-        Path(
-            "one pass",
-            (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD),
-        ),
+        Path("one pass", (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD)),
         Path("recompute", ()),
     ),
     "a scalar loss of given logits": (
@@ -127,10 +118,7 @@ PRODUCT_SAVED = Condition(
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
-        Path(
-            "save",
-            (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU),
-        ),
+        Path("save", (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU)),
         Path("recompute", ()),
     ),
 }
@@ -217,7 +205,9 @@ def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **kn
 
 
 def saved_rows(call: Forward) -> int:
-    """Rows whose logits the forward operator saves, if a gradient may be requested."""
+    """How many rows' logits the forward operator saves, if a gradient may be requested. If N is symbolic, this is an
+    expression of N. The bytes that set_workspace allows are a constant in it.
+    """
     input, linear_weight, _, linear_bias, _ = call.operands
     facts = loss_facts(input, linear_weight, linear_bias)._replace(
         one_class=linear_weight.shape[0] == 1,
@@ -225,7 +215,10 @@ def saved_rows(call: Forward) -> int:
         topk=call.operands.target.dim() == 2,
         sparse=call.sparse.gradient_threshold != 0.0,
     )
-    return rows_to_save(facts, input.shape[0], linear_weight.shape[0])
+    (paths,) = SAVE_LOGITS.values()
+    if choose(paths, facts).name == "recompute":
+        return 0
+    return torch.sym_min(input.shape[0], rows_to_retain(saved_columns(linear_weight.shape[0], facts.dtype)))
 
 
 def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
@@ -241,13 +234,3 @@ def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
         note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
     expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_SAVED) if not c.holds(choice.facts)]
     return (f"{note} (expects {', '.join(expected)})" if expected else note,)
-
-
-def rows_to_save(facts: CallFacts, tokens: int, num_classes: int) -> int:
-    """The number of rows. If N is symbolic, this is an expression of N. The bytes that set_workspace allows are a
-    constant in it.
-    """
-    (paths,) = SAVE_LOGITS.values()
-    if choose(paths, facts).name == "recompute":
-        return 0
-    return torch.sym_min(tokens, rows_to_retain(saved_columns(num_classes, facts.dtype)))

@@ -32,13 +32,7 @@ from .._ops import add_op_namespace_prefix, ops
 from ..meta.arguments import VocabParallelWithGrad
 from ..meta.call import Arguments, takes
 from ..support.compile_cache import add_to_key
-from . import (
-    autograd,
-    cross_entropy_autograd,
-    kl_div_autograd,
-    paths,
-    with_grad_autograd,
-)
+from . import autograd, cross_entropy_autograd, kl_div_autograd, paths, with_grad_autograd
 from .autocast import autocast_kernel
 from .call_facts import facts_of
 from .function import OperatorFunction

@@ -1,7 +1,7 @@
 """A class index outside the vocabulary raises an error; it never gives a wrong number silently.
 
-On CUDA, and in an exported program, the check is an assert on the device, without a host synchronisation. Elsewhere the
-host checks and raises IndexError.
+On CUDA the check is an assert on the device, without a host synchronisation. Elsewhere the host checks and raises
+IndexError.
 """
 
 import torch
@@ -14,11 +14,9 @@ def in_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # 
     return (target == ignore_index) | ((target >= 0) & (target < num_classes))
 
 
-def assert_in_range(
-    all_in_range: Tensor, target: Tensor, num_classes: int, ignore_index: int, *, on_device: bool = False
-) -> None:
+def assert_in_range(all_in_range: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> None:
     """`all_in_range` is () bool, on target's device."""
-    if on_device or target.device.type in ("cuda", "meta"):
+    if target.device.type in ("cuda", "meta"):
         assert_on_device(
             all_in_range,
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "

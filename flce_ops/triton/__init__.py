@@ -14,17 +14,11 @@ import triton
 
 from ..support.versions import check_version
 
-check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed; the planner has a stand-in
+check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed
 
 from .rows.grad_output import launch_scale_in_place  # noqa: E402
 from .steps.backward import launch_backward, launch_backward_in_place  # noqa: E402
 from .steps.forward import launch_forward  # noqa: E402
 from .steps.with_grad import launch_with_grad  # noqa: E402
 
-__all__ = [
-    "launch_backward",
-    "launch_backward_in_place",
-    "launch_forward",
-    "launch_scale_in_place",
-    "launch_with_grad",
-]
+__all__ = ["launch_backward", "launch_backward_in_place", "launch_forward", "launch_scale_in_place", "launch_with_grad"]

@@ -12,7 +12,7 @@ import triton
 # it up to a multiple of 16 (valid_tokens.py).
 VARIES_WITH_TOKENS = {
     *("N", "n", "rows", "rows_per_split", "first_rows", "numbers", "room"),
-    *("B", "L", "P", "depth_of_splits", "first_tile", "steps"),
+    *("B", "L", "P", "steps"),
 }
 # Whether a * b + c is rounded once. Errors and bits depend on it. Triton 3.10 changes the default, and 3.9 warns if a
 # launch does not say which it wants.

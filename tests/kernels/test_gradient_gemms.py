@@ -16,7 +16,7 @@ from flce_ops import aten
 from flce_ops.support.vendor import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import device, input_gradient
-from flce_ops.triton.gemm.input_gradient import Finish, InputGradient
+from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
@@ -91,9 +91,8 @@ def test_the_input_gradient_of_the_valid_rows(count, memory_numbers):
     outer = torch.randn(n), torch.randn(d)
     out = torch.full((n, d), torch.inf)
     memory = torch.full((memory_numbers,), torch.nan)
-    gradient = InputGradient(out, w, Finish(factor, column, residual, *outer), valid_tokens_of(count, n), memory)
-    gradient.add(e)
-    gradient.close()
+    finish = Finish(factor, column, residual, *outer)
+    launch_input_gradient(out, e, w, finish, valid_tokens_of(count, n), memory)
     exact = factor[:, None].double() * (e.double() @ w.double()) + outer[0][:, None].double() * outer[1]
     exact += torch.where(column >= 0, residual, 0.0)[:, None].double() * w[column.clamp(min=0)]
     assert error(out[:count], exact[:count]) <= 5e-7
@@ -107,9 +106,9 @@ def test_the_products_of_ranges_need_their_memory(missing, monkeypatch):
     n, d, v = 40, 24, 400
     monkeypatch.setattr(input_gradient, "steps_of_range", lambda tiles: 4)  # of 32 classes each
     memory = torch.empty(4 * n * d - missing)
-    arguments = torch.empty(n, d), torch.randn(v, d), Finish(), valid_tokens_of(n, n), memory
+    arguments = torch.empty(n, d), torch.rand(n, v), torch.randn(v, d), Finish(), valid_tokens_of(n, n), memory
     with pytest.raises(AssertionError) if missing else contextlib.nullcontext():
-        InputGradient(*arguments, by_ranges=True)
+        launch_input_gradient(*arguments, by_ranges=True)
 
 
 @interpreter
@@ -120,8 +119,8 @@ def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
     n, d, v = 200, 24, 400
     memory = torch.full((numbers,), torch.nan)
     finish = Finish(None, torch.full((n,), -1), torch.zeros(n))
-    gradient = InputGradient(torch.empty(n, d), torch.randn(v, d), finish, valid_tokens_of(count, n), memory)
-    gradient.add(torch.rand(n, v))
+    arguments = torch.empty(n, d), torch.rand(n, v), torch.randn(v, d), finish
+    launch_input_gradient(*arguments, valid_tokens_of(count, n), memory)
     parts = max(int((~memory.isnan()).sum()) // (count * d), 1)
     tiles = -(-count // 32)
     steps = {s: -(-tiles * s // 4) * (-(-13 // s) + 8) for s in range(1, 17) if s == 1 or s * count * d <= numbers}
@@ -141,7 +140,7 @@ def test_the_weight_gradient_over_two_chunks_stops_at_the_valid_rows(count):
     gradient = WeightGradient(out, tokens=2 * n, chunks=2, outer=outer)
     for start in (0, n):
         rows = slice(start, start + n)
-        gradient.add(slice(0, v), e[rows], x[rows], valid_tokens_of(count, n, start))
+        gradient.add(e[rows], x[rows], valid_tokens_of(count, n, start))
     exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
     assert error(out, exact) <= 5e-7
 

@@ -27,7 +27,7 @@ def summed_over_chunks(e, x, chunks, dtype, valid=None, blocks=EVERY_BLOCK):  # 
     for start in range(0, tokens, size):
         rows = slice(start, start + size)
         here = valid_tokens_of(valid, size, start, e.device)
-        gradient.add(slice(0, e.shape[1]), e[rows], x[rows], here)
+        gradient.add(e[rows], x[rows], here)
     return out, e.double().T @ x.double()
 
 

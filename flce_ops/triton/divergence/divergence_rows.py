@@ -52,7 +52,7 @@ class RowScale(NamedTuple):
     """The factors that multiply G, and what a shifted kind adds to logarithms."""
 
     row_scale: Tensor  # (N,)
-    logit_scale: Tensor | None  # () or (N,)
+    logit_scale: Tensor | None  # ()
     offset: Tensor | None = None  # (n,), for a shifted kind
 
 
@@ -64,17 +64,7 @@ def load_shift(softmax, rows, row_mask, n):
 
 
 @triton.jit
-def log_probabilities(
-    softmax,
-    shift,
-    rows,
-    cols,
-    row_mask,
-    tile,
-    n,
-    V,
-    EVEN: tl.constexpr,
-):
+def log_probabilities(softmax, shift, rows, cols, row_mask, tile, n, V, EVEN: tl.constexpr):
     """Returns (log2 of the probabilities, dz/du / logit_scale). The second is meaningful only with a softcap.
 
     The log-probabilities are -inf after column V, and in rows after the valid ones. Loads still run to the end of the

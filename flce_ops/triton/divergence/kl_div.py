@@ -5,13 +5,10 @@ with_grad    row sums and G
 backward     G, from the numbers of each row that forward returned
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ... import meta
-from ...math.kl_div_arguments import KlDivOperands
 from ...math.reduction import Reduction
 from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
@@ -32,14 +29,12 @@ NO_GRADIENTS = Gradients(None, None, None)
 @with_padded_features
 def launch_kl_div_forward(call: KlDivForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    run(call, forward_step, outputs)
+    with torch.cuda.device_of(call.operands.input):
+        results = RowResults(*(out if out.numel() else None for out in outputs))
+        valid_tokens, _ = prepared(call)
+        chunks = KlDivStep(call.operands, call.options, valid_tokens, NO_GRADIENTS, results).run()
+    record_chunks(call, call.operands.linear_weight, chunks)
     return outputs
-
-
-def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]:
-    results = RowResults(*(out if out.numel() else None for out in outputs))
-    valid_tokens, _ = compacted_tokens(call.operands)
-    return KlDivStep(call.operands, call.options, valid_tokens, NO_GRADIENTS, results).run()
 
 
 @takes(KlDivWithGrad)
@@ -47,19 +42,16 @@ def forward_step(call: KlDivForward, outputs: tuple[Tensor, ...]) -> list[slice]
 def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
     call.row_scale = call.row_scale.contiguous()
-    run(call, with_grad_step, outputs)
-    return outputs
-
-
-def with_grad_step(call: KlDivWithGrad, outputs: tuple[Tensor, ...]) -> list[slice]:
     loss, divergence, *grads = outputs
-    valid_tokens, place = compacted_tokens(call.operands)
-    gradients = wanted_gradients(grads, call)
-    scale = RowScale(call.row_scale, call.options.logit_scale)
-    chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale).run()
-    finish_gradients(grads, gradients, valid_tokens, place, call)
-    launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
-    return chunks
+    with torch.cuda.device_of(call.operands.input):
+        valid_tokens, place = prepared(call)
+        gradients = wanted_gradients(grads, call)
+        scale = RowScale(call.row_scale, call.options.logit_scale)
+        chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(divergence), scale).run()
+        finish_gradients(grads, gradients, valid_tokens, place, call)
+        launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
+    record_chunks(call, call.operands.linear_weight, chunks)
+    return outputs
 
 
 @takes(KlDivBackward)
@@ -69,34 +61,23 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence = contiguous(
         call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence
     )
-    run(call, backward_step, outputs)
+    of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
+    known, scale = RowResults(call.divergence, *of_rows), RowScale(call.grad, call.options.logit_scale)
+    with torch.cuda.device_of(call.operands.input):
+        valid_tokens, place = prepared(call)
+        gradients = wanted_gradients(outputs, call)
+        chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(), scale, known).run()
+        finish_gradients(outputs, gradients, valid_tokens, place, call)
+    record_chunks(call, call.operands.linear_weight, chunks)
     return outputs
 
 
-def backward_step(call: KlDivBackward, outputs: meta.Gradients) -> list[slice]:
-    valid_tokens, place = compacted_tokens(call.operands)
-    gradients = wanted_gradients(outputs, call)
-    of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
-    known, scale = RowResults(call.divergence, *of_rows), RowScale(call.grad, call.options.logit_scale)
-    chunks = KlDivStep(call.operands, call.options, valid_tokens, gradients, RowResults(), scale, known).run()
-    finish_gradients(outputs, gradients, valid_tokens, place, call)
-    return chunks
-
-
-def run(
-    call: KlDivForward | KlDivWithGrad | KlDivBackward, step: Callable[..., list[slice]], outputs: tuple[Tensor, ...]
-) -> None:
-    operands = call.operands
+def prepared(call: KlDivForward | KlDivWithGrad | KlDivBackward) -> tuple[ValidTokens, Tensor]:
+    """Makes the call's vectors contiguous. Returns the tokens for which `valid` is not 0, and each token's place."""
+    operands, valid = call.operands, call.operands.valid
     linear_bias, teacher_bias = contiguous(operands.linear_bias, operands.teacher_bias)
-    with torch.cuda.device_of(operands.input):
-        valid = operands.valid
-        if valid is None:
-            valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
-        call.operands = operands._replace(linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid.contiguous())
-        chunks = step(call, outputs)
-    record_chunks(call, operands.linear_weight, chunks)
-
-
-def compacted_tokens(operands: KlDivOperands) -> tuple[ValidTokens, Tensor]:
-    """The tokens for which `valid` is not 0."""
-    return compact_tokens(operands.valid.view(torch.uint8), 0, operands.linear_weight.shape[0])
+    if valid is None:
+        valid = torch.ones(operands.input.shape[0], dtype=torch.bool, device=operands.input.device)
+    valid = valid.contiguous()
+    call.operands = operands._replace(linear_bias=linear_bias, teacher_bias=teacher_bias, valid=valid)
+    return compact_tokens(valid.view(torch.uint8), 0, operands.linear_weight.shape[0])

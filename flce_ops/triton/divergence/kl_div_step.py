@@ -34,12 +34,7 @@ from ..rows.copy_rows import launch_copy_rows
 from ..rows.valid_tokens import ValidTokens, room_for_rows
 from ..steps.gradients import Gradients, write_input_gradient
 from .divergence_rows import Distributions, RowResults, Rows, RowScale
-from .kl_div_chunking import (
-    chunk_rows,
-    fits_in_logits,
-    row_numbers,
-    stored_dtype,
-)
+from .kl_div_chunking import chunk_rows, fits_in_logits, row_numbers, stored_dtype
 from .softmax_rows import Linear, Softmax, share_denominators, store_logits
 
 # N tokens, n rows of a chunk or block, D and E hidden sizes of student and teacher, V vocabulary (of this rank), T
@@ -165,7 +160,7 @@ class KlDivStep:
         if self.bias_sum is not None:
             self.bias_sum += weighted_column_sum(gradient, None, valid_tokens)
         if self.weight_gradient is not None:
-            self.weight_gradient.add(slice(0, self.classes), gradient, tokens, valid_tokens)
+            self.weight_gradient.add(gradient, tokens, valid_tokens)
 
     def write_input(self, gradient: Tensor, chunk: slice, valid_tokens: ValidTokens) -> None:
         """Overwrites the tokens of the chunk with grad_input."""

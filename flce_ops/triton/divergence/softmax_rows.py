@@ -42,7 +42,7 @@ class Softmax(NamedTuple):
     stride: int  # between its rows, a multiple of 16
     tile_max: Tensor  # (T, n)
     shift: Tensor  # (2, n)
-    softcap: Tensor | None = None  # () or (N,), if the logits are stored before it
+    softcap: Tensor | None = None  # (), if the logits are stored before it
 
 
 class Linear(NamedTuple):

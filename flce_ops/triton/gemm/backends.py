@@ -3,7 +3,7 @@ through this table.
 
     logits             epilogue(rows @ linear_weight.T), a tile at a time           logits_gemm.py, epilogues.py
     weight_gradient    the sum of E.T @ rows over chunks of tokens                  weight_gradient.py
-    input_gradient     finish(the sum of E @ linear_weight over slices of V)        input_gradient.py
+    input_gradient     finish(E @ linear_weight)                                    input_gradient.py
 
 The first row that takes the dtype and device of an operand makes all three products. An epilogue is named by the tuple
 it reads and writes: ExpSum, MaxSum or Gradient. How tokens are chunked follows from the tile shapes in tiles.py.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .input_gradient import InputGradient
+from .input_gradient import launch_input_gradient
 from .logits_gemm import launch_logits_gemm
 from .weight_gradient import WeightGradient
 
@@ -23,12 +23,10 @@ class Backend(NamedTuple):
     takes: Callable[[Tensor], bool]
     logits: Callable[..., None]
     weight_gradient: Callable[..., WeightGradient]
-    input_gradient: Callable[..., InputGradient]
+    input_gradient: Callable[..., None]
 
 
-BACKENDS = [
-    Backend(lambda matrix: True, launch_logits_gemm, WeightGradient, InputGradient),
-]
+BACKENDS = [Backend(lambda matrix: True, launch_logits_gemm, WeightGradient, launch_input_gradient)]
 
 
 def backend_for(matrix: Tensor) -> Backend:

@@ -12,7 +12,6 @@ V may be split into S ranges, whose products wait in float32 memory until they a
 GEMM's epilogue writes grad_input and needs no such memory.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -181,70 +180,60 @@ def finish_product_kernel(
         store_tile(out, grad, rows, cols, row_mask, col_mask)
 
 
-@dataclass(eq=False)
-class InputGradient:
-    """grad_input of a chunk, which `add` receives one slice of E at a time."""
-
-    out: Tensor  # (n, D) rows of grad_input
-    linear_weight: Tensor  # (V, D)
-    finish: Finish
-    valid_tokens: ValidTokens
-    product: Tensor  # flat float32 memory
-    blocks: ClassBlocks = EVERY_BLOCK
-    by_ranges: bool = False  # batch_invariant (split_k.py)
-
-    def __post_init__(self) -> None:
-        self.whole_weight = matrix_of(self.linear_weight)
-        self.programs = multiprocessors(self.out)
-        self.tiles = input_tiles_for(self.linear_weight, some_classes=self.blocks.number is not None)
-        self.depth = cdiv(self.linear_weight.shape[0], self.tiles.block_k)
-        self.numbers = min(self.product.shape[0], 2**31 - 1)
-        self.steps = steps_of_range(self.tiles) if self.by_ranges else 0
-        self.constants = {"PROGRAMS": self.programs, "STEPS": self.steps}
-        if self.by_ranges and self.depth > self.steps:
-            assert self.product.shape[0] >= cdiv(self.depth, self.steps) * self.out.numel()
-
-    def add(self, exponentials: Tensor) -> None:  # (n, V)
-        tiles = self.tiles
-        blocks = [tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]
-        input_gradient_kernel[(self.programs,)](
-            *kernel_matrices([exponentials, self.linear_weight], blocks, tiles.tma),
-            self.whole_weight,
-            self.product,
-            matrix_of(self.out),
-            self.finish,
-            self.valid_tokens,
-            self.blocks,
-            *self.out.shape,
-            exponentials.shape[1],
-            self.numbers,
-            USE_TMA=tiles.tma,
-            **self.constants,
-            **tiles.options,
-        )
-
-    def close(self) -> None:
-        n, hidden = self.out.shape
-        if 0 < self.depth <= self.steps or (not self.steps and self.numbers < 2 * hidden):
-            return  # with one split for any number of valid tokens, the GEMM has finished
-        rows, columns = 8, 256
-        # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when
-        # no token is valid.
-        blocks = min(cdiv(n, rows), cdiv(16 * self.programs, cdiv(hidden, columns)))
-        finish_product_kernel[(blocks, cdiv(hidden, columns))](
-            self.product,
-            self.whole_weight,
-            matrix_of(self.out),
-            self.finish,
-            self.valid_tokens,
-            n,
-            hidden,
-            self.numbers,
-            self.depth,
-            BLOCK_M=self.tiles.block_m,
-            BLOCK_N=self.tiles.block_n,
-            **self.constants,
-            ROWS=rows,
-            COLUMNS=columns,
-            num_warps=4,
-        )
+def launch_input_gradient(
+    out: Tensor,  # (n, D) rows of grad_input
+    exponentials: Tensor,  # (n, V)
+    linear_weight: Tensor,  # (V, D)
+    finish: Finish,
+    valid_tokens: ValidTokens,
+    product: Tensor,  # flat float32 memory
+    blocks: ClassBlocks = EVERY_BLOCK,
+    by_ranges: bool = False,  # batch_invariant (split_k.py)
+) -> None:
+    (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
+    tiles = input_tiles_for(linear_weight, some_classes=blocks.number is not None)
+    depth, numbers = cdiv(linear_weight.shape[0], tiles.block_k), min(product.shape[0], 2**31 - 1)
+    steps = steps_of_range(tiles) if by_ranges else 0
+    if by_ranges and depth > steps:
+        assert product.shape[0] >= cdiv(depth, steps) * out.numel()
+    tile_shapes = [tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]
+    constants = {"PROGRAMS": programs, "STEPS": steps}
+    input_gradient_kernel[(programs,)](
+        *kernel_matrices([exponentials, linear_weight], tile_shapes, tiles.tma),
+        whole_weight,
+        product,
+        matrix_of(out),
+        finish,
+        valid_tokens,
+        blocks,
+        n,
+        hidden,
+        exponentials.shape[1],
+        numbers,
+        USE_TMA=tiles.tma,
+        **constants,
+        **tiles.options,
+    )
+    if 0 < depth <= steps or (not steps and numbers < 2 * hidden):
+        return  # with one split for any number of valid tokens, the GEMM has finished
+    rows, columns = 8, 256
+    # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when no
+    # token is valid.
+    row_programs = min(cdiv(n, rows), cdiv(16 * programs, cdiv(hidden, columns)))
+    finish_product_kernel[(row_programs, cdiv(hidden, columns))](
+        product,
+        whole_weight,
+        matrix_of(out),
+        finish,
+        valid_tokens,
+        n,
+        hidden,
+        numbers,
+        depth,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        **constants,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
+    )

@@ -19,16 +19,12 @@ LARGEST_SUM = 2**15  # half of float16's largest number, in units of the scale
 
 
 class Sum(NamedTuple):
-    """The sum of grad_linear_weight, or of some of its classes, between chunks."""
+    """The sum of grad_linear_weight between chunks."""
 
     numbers: Tensor  # (V, D) float16; float32 if the result is float32
     # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
     exponents: Tensor | None = None
     guard: Tensor | None = None  # () int32, nonzero if any row is marked
-
-    def of(self, columns: slice) -> "Sum":
-        exponents = None if self.exponents is None else self.exponents[:, columns]
-        return Sum(self.numbers[columns], exponents, self.guard)
 
 
 @triton.jit
@@ -51,13 +47,13 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def scaled_products(products, exponent_ptr, mask, guard_ptr, room, AXIS: tl.constexpr):
-    """The products of a later chunk, divided by their scales, which are constant along AXIS. If a product exceeds
-    `room`, its whole row becomes 0 and is marked.
+def scaled_products(products, exponent_ptr, mask, guard_ptr, room):
+    """The products of a later chunk, divided by the scales of their rows. If a product exceeds `room`, its whole row
+    becomes 0 and is marked.
     """
     exponent = tl.load(exponent_ptr, mask=mask, other=126).to(tl.int32) & -2
     products *= power_of_two(254 - exponent)
-    exceeds = tl.expand_dims(tl.max(tl.abs(products), AXIS) > room, AXIS)
+    exceeds = tl.expand_dims(tl.max(tl.abs(products), 1) > room, 1)
     tl.store(exponent_ptr, (exponent + 1).to(tl.uint8), mask=mask & exceeds)
     tl.atomic_max(guard_ptr + tl.zeros_like(exponent), 1, mask=exceeds)
     return tl.where(exceeds, 0.0, products)

@@ -127,7 +127,7 @@ def weight_gradient_kernel(
             if outer[1] is not None:
                 acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
-            acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room, 1)
+            acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room)
         elif not FIRST:
             exponent = tl.load(exponent_places[:, None], mask=class_mask[:, None], other=126).to(tl.int32) & -2
             scale = power_of_two(exponent)
@@ -183,40 +183,24 @@ class WeightGradient:
 
     def add(
         self,
-        columns: slice,  # classes of this slice
-        exponentials: Tensor,  # (n, v)
+        exponentials: Tensor,  # (n, V)
         rows: Tensor,  # (n, D) c input, with zeros after the valid rows
         valid_tokens: ValidTokens,
     ) -> None:
         first = self.adds or valid_tokens.start == 0
         last = self.adds or valid_tokens.start + exponentials.shape[0] == self.tokens
-        arguments = columns, exponentials, rows, valid_tokens
+        added = exponentials, rows, valid_tokens
         if first and not last:
-            self.launch(*arguments, first=True, last=True)
-        if first or last:
-            self.launch(*arguments, first=first, last=last)
-            return
-        self.launch(*arguments)
-        if self.tiles.tma:
-            added = self.sum.of(columns), exponentials, rows, valid_tokens
-            launch_overflow_rows(*added, blocks=self.blocks, tiles=self.tiles)
+            self.launch(*added, True, True)
+        self.launch(*added, first, last)
+        if self.tiles.tma and not (first or last):
+            launch_overflow_rows(self.sum, *added, blocks=self.blocks, tiles=self.tiles)
 
-    def launch(
-        self,
-        columns: slice,
-        exponentials: Tensor,
-        rows: Tensor,
-        valid_tokens: ValidTokens,
-        *,
-        first: bool = False,
-        last: bool = False,
-    ) -> None:
-        out, total, tiles = self.out[columns], self.sum.of(columns), self.tiles
+    def launch(self, exponentials: Tensor, rows: Tensor, valid_tokens: ValidTokens, first: bool, last: bool) -> None:
+        out, total, tiles = self.out, self.sum, self.tiles
         (n, num_classes), hidden = exponentials.shape, rows.shape[1]
         if first:
             self.first_rows = n
-        of_classes, of_features = self.outer
-        outer = None if of_classes is None else of_classes[columns], of_features
         maps: list[Tensor | None] = [None, None]
         if tiles.tma and not self.adds:
             maps = [out if last else total.numbers, total.numbers if last and not first else None]
@@ -231,7 +215,7 @@ class WeightGradient:
             total.numbers,
             out,
             *total[1:],
-            outer if first else NO_OUTER,
+            self.outer if first else NO_OUTER,
             valid_tokens,
             self.blocks,
             n,

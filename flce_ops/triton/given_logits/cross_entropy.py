@@ -2,7 +2,8 @@
 (cross_entropy_kernels.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +84,10 @@ def blocks_ahead(logits: Tensor, tile: Tile) -> int:
 @takes(LogitsForward)
 def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
-    launch(call, forward_step, (), outputs)
+    with launching(call) as in_range:
+        count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
+        launch_rows(call, RowResults(*(out if out.numel() else None for out in outputs)))
     return outputs
-
-
-def forward_step(call: LogitsForward, in_range: Tensor, *outputs: Tensor) -> None:
-    count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
-    launch_rows(call, RowResults(*(out if out.numel() else None for out in outputs)))
 
 
 @takes(LogitsWithGrad)
@@ -109,34 +107,25 @@ def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tens
     return outputs
 
 
-def launch_loss(call: LogitsWithGrad, *outputs: Tensor) -> None:
-    weight, row_scale = call.operands.weight, call.reduction.row_scale
-    if row_scale is not None:
-        call.reduction = Reduction(row_scale.float().contiguous())
-    launch(call, loss_step, (None if weight is None else weight.float().sum(),), outputs)
-
-
-def loss_step(
+def launch_loss(
     call: LogitsWithGrad,
-    weight_sum: Tensor | None,  # (), the sum of the class weights
-    in_range: Tensor,  # () out
     loss: Tensor,  # () out
     losses: Tensor,  # (N,) out
     argmax: Tensor,  # (N,) out, or (0,)
     grad_logits: Tensor | None = None,  # (N, V) out; None: written over the logits
 ) -> None:
-    logits, target, _ = call.operands
-    valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
-    objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
-    launch_rows(
-        call,
-        RowResults(losses=losses, argmax=argmax if call.argmax else None),
-        logits if grad_logits is None else grad_logits,
-        objective=objective,
-        reduction=call.reduction,
-        valid_tokens=valid_tokens,
-    )
-    launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
+    weight, row_scale = call.operands.weight, call.reduction.row_scale
+    if row_scale is not None:
+        call.reduction = Reduction(row_scale.float().contiguous())
+    weight_sum = None if weight is None else weight.float().sum()
+    with launching(call) as in_range:
+        logits, target, _ = call.operands
+        valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
+        objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
+        results = RowResults(losses=losses, argmax=argmax if call.argmax else None)
+        of_loss: dict[str, Any] = {"objective": objective, "reduction": call.reduction, "valid_tokens": valid_tokens}
+        launch_rows(call, results, logits if grad_logits is None else grad_logits, **of_loss)
+        launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
 
 
 @takes(LogitsBackward)
@@ -146,13 +135,9 @@ def launch_backward(call: LogitsBackward) -> Tensor:
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
     with torch.cuda.device_of(grad_logits):
-        backward_step(call, grad_logits)
+        launch_rows(call, RowResults(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
     record_run(call, 1, grad_logits.shape[0])
     return grad_logits
-
-
-def backward_step(call: LogitsBackward, grad_logits: Tensor) -> None:
-    launch_rows(call, RowResults(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
 
 
 def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
@@ -167,14 +152,14 @@ def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> Non
     call.operands = LogitOperands(logits, target, weight)
 
 
-def launch(
-    call: LogitsForward | LogitsWithGrad, step: Callable[..., None], given: tuple[Tensor | None, ...], outputs: Any
-) -> None:
+@contextmanager
+def launching(call: LogitsForward | LogitsWithGrad) -> Iterator[Tensor]:
+    """A context for the launches of a call. Gives them a () bool for whether all targets are classes, and checks it."""
     with_unit_rows(call)
     logits, target, _ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(logits):
-        step(call, *given, in_range, *outputs)
+        yield in_range
         assert_in_range(in_range, target, logits.shape[1], call.ignore_index)
     record_run(call, 1, logits.shape[0])
 

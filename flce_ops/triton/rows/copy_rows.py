@@ -90,22 +90,18 @@ def launch_copy_rows(
 
 
 def copied_rows(matrices: Sequence[Tensor], columns: int) -> list[Tensor]:
-    """The first `columns` columns of each matrix, padded with zeros: (N, columns), contiguous."""
-    outs = [matrix.new_empty(matrix.shape[0], columns) for matrix in matrices]
-    if outs:
-        with torch.cuda.device_of(outs[0]):
-            copy_step(matrices, outs)
-    return outs
+    """The first `columns` columns of each matrix, padded with zeros: (N, columns), contiguous.
 
-
-def copy_step(matrices: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Entries are copied as integers of 8, 4 or 2 bytes: the widest whose size divides the rows of both matrices. Rows
+    Entries are copied as integers of 8, 4 or 2 bytes: the widest whose size divides the rows of both matrices. Rows
     that do not start on 16 bytes cannot be read in wider units, and ATen copies them number by number.
     """
+    outs = [matrix.new_empty(matrix.shape[0], columns) for matrix in matrices]
     for matrix, out in zip(matrices, outs):
         if out.numel():
             integer = next(integer for integer in INTEGERS if fits(matrix, integer) and fits(out, integer))
-            launch_copy_rows(matrix.view(integer), out.view(integer))
+            with torch.cuda.device_of(out):
+                launch_copy_rows(matrix.view(integer), out.view(integer))
+    return outs
 
 
 def fits(matrix: Tensor, integer: torch.dtype) -> bool:

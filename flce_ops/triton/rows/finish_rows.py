@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
     valid_tokens: ValidTokens
     target_logit: Tensor  # (n,) z2 of the target, or of column 0 if this rank does not have the target
-    # (n,) with a softcap: dz/du / logit_scale at target_logit; with a class scale: that scale
+    # (n,) with a softcap: dz/du / logit_scale at target_logit
     target_dz_du: Tensor | None
     column: Tensor  # (n,) int64, the target's column; -1 if this rank does not have it
     reduction: Reduction | None  # (N,) row scales g_i, or a mean; None for g_i = 1

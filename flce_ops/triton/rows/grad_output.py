@@ -39,13 +39,8 @@ def launch_scale_in_place(grads: Sequence[Tensor], factor: Tensor) -> None:
             contiguous.append(grad)
         else:  # the operators' gradients are contiguous, but a hook on saved tensors may return others
             grad.mul_(factor)
-    if any(grad.numel() for grad in contiguous):
+    numbers, block = tuple(grad.numel() for grad in contiguous), 4096
+    if any(numbers):
+        programs = min(cdiv(max(numbers), block), 1024)
         with torch.cuda.device_of(factor):
-            scale_step(tuple(contiguous), factor)
-
-
-def scale_step(grads: tuple[Tensor, ...], factor: Tensor) -> None:
-    block = 4096
-    numbers = tuple(grad.numel() for grad in grads)
-    programs = min(cdiv(max(numbers), block), 1024)
-    scale_in_place_kernel[(programs,)](grads, numbers, factor, BLOCK=block, num_warps=8)
+            scale_in_place_kernel[(programs,)](tuple(contiguous), numbers, factor, BLOCK=block, num_warps=8)

@@ -76,14 +76,7 @@ class SmoothingTerms:
         )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
         logit_sum_slopes_kernel[(cdiv(tokens, 1024),)](
-            valid_tokens,
-            reduction,
-            self.slopes,
-            tokens,
-            d_sum,
-            logit_options,
-            BLOCK=1024,
-            num_warps=4,
+            valid_tokens, reduction, self.slopes, tokens, d_sum, logit_options, BLOCK=1024, num_warps=4
         )
 
     def input_terms(self, valid_tokens: ValidTokens) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,7 @@ order of the tokens. A token has a class once, so the order of its own entries d
 how many entries there are, so torch.sort would have to sort the whole buffer, its unused part included.
 """
 
-from typing import Any
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -36,18 +33,16 @@ def clear_kernel(out_ptr, numbers, BLOCK: tl.constexpr):
 @Kernel
 def count_kernel(
     lists,  # Lists, by token
-    source,  # what ENTRIES reads besides
     table_ptr,  # (B, V) int32, added to
     V,
     rows,  # tokens of a block
-    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     begin, end = bounds(lists, row)
     for start in range(begin + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         place = start + tl.arange(0, BLOCK)
-        column, _ = ENTRIES(lists, source, row, place, place < end)
+        column = tl.load(lists.entries + place, mask=place < end, other=0) & 0xFFFFFFFF
         tl.atomic_add(table_ptr + row // rows * V + column, 1, mask=place < end, sem="relaxed")
 
 
@@ -75,14 +70,12 @@ def running_totals_kernel(
 @Kernel
 def place_kernel(
     lists,  # Lists, by token
-    source,  # what ENTRIES reads besides
     order_ptr,  # (N,), the token of each of them; None if they are in the order of the tokens
     table_ptr,  # (B, V) int32, where in its class's list the block's next entry belongs
     classes,  # Lists by class; writes the entries
     N,
     V,
     rows,
-    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
@@ -94,18 +87,12 @@ def place_kernel(
         for start in range(begin, end, BLOCK):
             place = start + tl.arange(0, BLOCK)
             here = place < end
-            column, value = ENTRIES(lists, source, row, place, here)
+            entries = tl.load(lists.entries + place, mask=here, other=0)
+            column, value = entries & 0xFFFFFFFF, entries >> 32 << 32
             to = tl.load(classes.behind + column - 1, mask=here & (column > 0), other=0)
             to += tl.atomic_add(table_ptr + block * V + column, 1, mask=here, sem="relaxed")
             tl.store(classes.entries + to, value | token, mask=here)
         tl.debug_barrier()  # the next token's places are behind this one's
-
-
-@triton.jit
-def listed_entries(lists, source, row, place, here):
-    """Returns the classes at some places of a list, and the entries' values in the upper half of int64."""
-    entries = tl.load(lists.entries + place, mask=here, other=0)
-    return entries & 0xFFFFFFFF, entries >> 32 << 32
 
 
 def launch_class_order(
@@ -115,22 +102,16 @@ def launch_class_order(
     rows: int,  # tokens of a block
     splits: int,  # the most splits
     order: Tensor | None = None,  # (N,)
-    entries: Any = listed_entries,  # reads `lists` and `source`
-    source: Any = None,
 ) -> Lists:
     tokens, like = lists.lengths.shape[0], lists.entries
     blocks = cdiv(tokens, rows)
     table = like.new_empty(blocks, num_classes, dtype=torch.int32)
     total, behind = (like.new_empty(num_classes, dtype=torch.int32) for _ in range(2))
     clear_kernel[(cdiv(table.numel(), 8192),)](table, table.numel(), BLOCK=8192, num_warps=8)
-    count_kernel[(tokens, lists.walkers)](
-        lists, source, table, num_classes, rows, ENTRIES=entries, BLOCK=LISTED, num_warps=4
-    )
+    count_kernel[(tokens, lists.walkers)](lists, table, num_classes, rows, BLOCK=LISTED, num_warps=4)
     running_totals_kernel[(cdiv(num_classes, BLOCK_V),)](
         table, total, blocks, num_classes, BLOCK_B=BLOCK_B, BLOCK_V=BLOCK_V, num_warps=4
     )
     classes = cut_lists(Lists(like.new_empty(like.numel(), dtype=torch.int64), total, behind=behind), splits)
-    place_kernel[(blocks,)](
-        lists, source, order, table, classes, tokens, num_classes, rows, ENTRIES=entries, BLOCK=LISTED, num_warps=4
-    )
+    place_kernel[(blocks,)](lists, order, table, classes, tokens, num_classes, rows, BLOCK=LISTED, num_warps=4)
     return classes

@@ -13,19 +13,9 @@ once, 32 bytes per thread. It computes one sum for each group. Pass 2 does what 
 in 64 bits, their random numbers, and the comparison with the target. At each place of the list, pass 1 stores what pass
 2 starts from: the group, the number of the kept entry within the group, and the running sum before the group.
 
-Tiles and groups divide the whole vocabulary, also if ranks share it. Column c of a rank is at place BEFORE + c, counted
-from the start of the tile that holds the rank's first class. If BEFORE is no multiple of 16, a group of this rank's
-numbers does not start at a multiple of 16 bytes.
-
-Two ranks may share a tile. Then each rank tells the others the sum of q over its part of its last tile, one number a
-row. So the running sum of that tile continues on the next rank, as it would on one device:
-
-    rank r      ...  ──tile──┐┌──tile── | last_r          the sum of q over its classes of its last tile
-    rank r + 1                            | ──tile──┐┌──  carried = sum of last_r of the ranks before, in this tile
-
 The random numbers are those of `uniforms` in flce_ops/math/sparse_gradient.py: one for a token and tile. They depend
-only on the seed, the token's place in the call and the tile's number. So forward, a checkpoint's second forward and
-every rank draw the same numbers.
+only on the seed, the token's place in the call and the tile's number. So forward and a checkpoint's second forward draw
+the same numbers.
 """
 
 import triton
@@ -40,7 +30,7 @@ from ..rows.valid_tokens import valid_rows
 from .gather_sums import Lists
 from .sparse_or_dense import SparseRows
 
-# n rows of a chunk, V vocabulary (of this rank)
+# n rows of a chunk, V vocabulary
 
 GROUP = tl.constexpr(16)  # classes: a thread reads 32 bytes, in two loads
 TILE = tl.constexpr(sparse_gradient.TILE)

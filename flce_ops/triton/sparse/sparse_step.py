@@ -17,9 +17,6 @@ device decides how much each has to do.
 A span is as many tokens as fit the workspace with their lists and the memory that sorts the lists. That is all tokens,
 unless the workspace is small or the lists are long. The exponentials of one chunk are in memory beside the span's
 lists. Their memory is reused when the lists are sorted.
-
-If ranks share the vocabulary, each rank does this for its own classes. Spans and chunks are the same on all ranks. In
-each chunk the ranks exchange row sums, and the sums of tiles of classes that they share (sparse_lists.py).
 """
 
 from dataclasses import replace
@@ -33,7 +30,7 @@ from ...support.workspace import matrix_bytes, reserved
 from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.valid_tokens import ValidTokens
-from ..steps.chunking import Chunking, chunk_span
+from ..steps.chunking import Chunking, best_chunking, problem_of
 from ..steps.chunks import MULTIPLE, TOKEN_BYTES, slices
 from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
@@ -93,7 +90,8 @@ class SparseStep(OnePassStep):
         listed = SparseRows(*of_rows, num_classes, self.options.gradient_threshold, self.seed)
         if chunk.start == 0 and self.dense.number is not None:
             launch_sparse_or_dense(listed, rows.shape[1])
-        of_dense = launch_lists(listed, finished, tokens.column, self.lists_of(chunk))
+        lists = self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
+        of_dense = launch_lists(listed, finished, tokens.column, lists)
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
@@ -120,35 +118,25 @@ class SparseStep(OnePassStep):
         is_dense = self.dense.is_dense
         launch_gather_lists(lists, table, out, add=add, columns=CLASS_COLUMNS, splits=splits, is_dense=is_dense)
 
-    def lists_of(self, chunk: slice) -> Lists:
-        return self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
 
-
-def run_spans(
-    call: Call,
-    valid_tokens: ValidTokens,
-    per_token: StepTokens,
-    gradients: Gradients,
-) -> list[slice]:
+def run_spans(call: Call, valid_tokens: ValidTokens, per_token: StepTokens, gradients: Gradients) -> list[slice]:
     """Runs the step and returns its chunks."""
     num_classes, tokens = call.operands.linear_weight.shape[0], valid_tokens.order.shape[0]
     topk = in_columns(call.operands.target).shape[1]
     room = room_of_row(call.sparse.gradient_threshold, num_classes, topk)
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    chunkings = [chunking_of_span(call, span, room) for span in spans]
+    chunkings = []
+    for span in spans:  # the chunks of a span are in memory beside its lists
+        with reserved(list_bytes(span.stop - span.start, room)):
+            problem = problem_of(span.stop - span.start, call.operands.linear_weight, call.output_mask)
+            found = best_chunking(problem)
+        moved = [slice(span.start + chunk.start, span.start + chunk.stop) for chunk in found.chunks]
+        chunkings.append(replace(found, chunks=moved))
     chunks = [chunk for chunking in chunkings for chunk in chunking.chunks]
     step = SparseStep(call, valid_tokens, per_token, gradients, room, chunks)
     for span, chunking in zip(spans, chunkings):
         step.run_span(span, chunking)
     return chunks
-
-
-def chunking_of_span(call: Call, span: slice, room: int) -> Chunking:
-    """The chunks of a span, beside its lists."""
-    tokens = span.stop - span.start
-    with reserved(list_bytes(tokens, room)):
-        chunking = chunk_span(tokens, call.operands.linear_weight, call.output_mask)
-    return replace(chunking, chunks=[slice(span.start + c.start, span.start + c.stop) for c in chunking.chunks])
 
 
 def splits_at_most(lists: Lists, table: Tensor) -> int:  # (T, D)

@@ -1,17 +1,12 @@
 """The CUDA implementation of linear_cross_entropy_backward. lse is known, so the GEMM's epilogue finishes the logit
 gradient G.
 
-    for each range of rows:            the valid tokens of the range                             gather_tokens.py
-        for each slice of classes:     G of rows x classes                                       logits_gemm.py
-                                           or, if forward saved logits,                          saved_gradient.py
-                                           or both: batch_invariant rounds all logits alike
-                                       grad_linear_weight[classes] += G.T @ rows                 weight_gradient.py
-                                       sum += G @ linear_weight[classes]                         input_gradient.py
-        grad_input[rows] = sum
-
-If the float32 sums of all rows fit half the workspace, there is one range of rows. Then each slice of
-grad_linear_weight is computed at once. With several ranges of rows it is a sum, as over chunks. If the gradient is
-added to main_grad, the sum needs no further memory.
+    for each chunk:     rows = its valid tokens                                                  gather_tokens.py
+                        G                                                                        logits_gemm.py
+                            or, if forward saved logits,                                         saved_gradient.py
+                            or both: batch_invariant rounds all logits alike
+                        grad_linear_weight += G.T @ rows                                         weight_gradient.py
+                        grad_input[rows] = G @ linear_weight                                     input_gradient.py
 
 A sparse gradient is made from exponentials (sparse_step.py), which backward computes again, as a one-pass step does.
 Such a backward does not read lse, and forward saves no logits for it.
@@ -31,7 +26,6 @@ from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
-from ..gemm.weight_gradient import WeightGradient
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.gradient_factors import KnownRows, launch_gradient_factors
@@ -46,7 +40,7 @@ from .one_pass_step import StepTokens
 from .quantized_logits import QuantizedLogits, quantized, quantized_of
 from .saved_gradient import launch_saved_gradient
 
-# N tokens, n rows of a range, D hidden, V vocabulary
+# N tokens, n rows of a chunk, D hidden, V vocabulary
 
 
 @takes(Backward)
@@ -70,34 +64,22 @@ def run_over_tokens(call: Backward) -> meta.Gradients:
         call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
     )
     with torch.cuda.device_of(input):
-        row_slices = backward_step(call, outputs)
-    record_chunks(call, linear_weight, row_slices, *sparse_notes(call))
+        valid_tokens, place = compact_tokens(call.operands.target, call.ignore_index, linear_weight.shape[0])
+        gradients = wanted_gradients(outputs, call)
+        if is_sparse(call):
+            slopes = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
+            chunks = run_spans(call, valid_tokens, slopes, gradients)
+        else:
+            if isinstance(call, BackwardInPlace):
+                gradients = gradients._replace(linear_weight=call.main_grad)
+            chunks = run_backward(call, valid_tokens, gradients)
+        finish_gradients(outputs, gradients, valid_tokens, place, call)
+    record_chunks(call, linear_weight, chunks, *sparse_notes(call))
     return outputs
 
 
-def backward_step(call: Backward, outputs: meta.Gradients) -> list[slice]:
-    valid_tokens, place = compact_tokens(call.operands.target, call.ignore_index, call.operands.linear_weight.shape[0])
-    gradients = wanted_gradients(outputs, call)
-    if is_sparse(call):
-        slopes = StepTokens(GivenSlopes(tokens=call.cotangents), reduction=None, losses=None)
-        row_slices = run_spans(call, valid_tokens, slopes, gradients)
-    else:
-        if isinstance(call, BackwardInPlace):
-            gradients = gradients._replace(linear_weight=call.main_grad)
-        row_slices = run_backward(call, valid_tokens, gradients, None)
-    finish_gradients(outputs, gradients, valid_tokens, place, call)
-    return row_slices
-
-
-def run_backward(
-    call: Backward,
-    valid_tokens: ValidTokens,
-    gradients: Gradients,  # `input` has one row for each of `valid_tokens`, in that order
-    weight_gradient: WeightGradient | None,  # holds the sum over earlier tokens
-) -> list[slice]:
-    """Runs over the tokens of `valid_tokens` and returns the ranges of rows. Vectors of `call` are (N,), for all
-    tokens.
-    """
+def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients) -> list[slice]:
+    """Runs over the valid tokens and returns the chunks. grad_input gets one row for each of them, in their order."""
     operands, logit_options, backend = call.operands, call.logits, backend_for(call.operands.input)
     input, linear_weight, _, _, weight = operands
     grad_input, grad_weight, bias_sum, _ = gradients
@@ -105,15 +87,15 @@ def run_backward(
     size, count = input.dtype.itemsize, valid_tokens.order.shape[0]
     problem = problem_of(count, linear_weight, call.output_mask, batch_invariant=call.batch_invariant)
     chunking = best_chunking(problem)
-    row_slices, most_rows = chunking.chunks, chunking.chunks[0].stop
-    if weight_gradient is None and grad_weight is not None:
+    chunks, most_rows, weight_gradient = chunking.chunks, chunking.chunks[0].stop, None
+    if grad_weight is not None:
         adds = isinstance(call, BackwardInPlace)
-        weight_gradient = backend.weight_gradient(grad_weight, tokens, 1 if adds else len(row_slices), adds)
+        weight_gradient = backend.weight_gradient(grad_weight, tokens, 1 if adds else len(chunks), adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = input.new_empty(most_rows, padded(num_classes, size))
     apart = input.new_empty(most_rows, hidden) if grad_input is None else None
-    for chunk in row_slices:
+    for chunk in chunks:
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = grad_input[chunk] if apart is None else apart[:n]
         at_target = launch_gather_targets(call, here, rows)
@@ -131,13 +113,13 @@ def run_backward(
         if bias_sum is not None:
             bias_sum += weighted_column_sum(gradient, None, here)
         if weight_gradient is not None:
-            weight_gradient.add(slice(0, num_classes), gradient, rows, here)
+            weight_gradient.add(gradient, rows, here)
         if grad_input is not None:
             products = torch.empty(chunking.product_bytes // 4, dtype=torch.float32, device=input.device)
             finish = gradients.summed(Finish(None, largest, residual), chunk, input)
             of_rows = grad_input[chunk], linear_weight, gradient, finish, here, products
             write_input_gradient(*of_rows, by_ranges=call.batch_invariant)
-    return row_slices
+    return chunks
 
 
 def launch_logit_gradient(
@@ -169,15 +151,9 @@ def launch_logit_gradient(
         tile = tiles_for(rows).block_n
         largest = torch.empty(out.shape[0], cdiv(classes, tile), device=out.device)
         made = quantized(numbers, largest, out.dtype)
-        epilogue = rounded_logits(rounded, made, others)
+        own, reference = rounded.reference_class, rounded.reference_logit[others]
+        if own is not None:
+            own = ReferenceClass(own.column[others], own.logit[others])
+        epilogue = ExpSum(reference, None, None, quantized=made, reference_class=own)
         backend_for(rows).logits(*operands_of_gemm, epilogue, logit_options, valid_tokens, out=numbers)
         launch_saved_gradient(made, factors, valid_tokens, out=out, tile=tile)
-
-
-def rounded_logits(epilogue: ExpSum, made: QuantizedLogits, rows: slice) -> ExpSum:
-    """`epilogue` without its sums, for these rows."""
-    own = epilogue.reference_class
-    if own is not None:
-        own = ReferenceClass(own.column[rows], own.logit[rows])
-    reference = epilogue.reference_logit[rows]
-    return ExpSum(reference, None, None, quantized=made, reference_class=own)

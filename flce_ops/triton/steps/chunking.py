@@ -20,35 +20,13 @@ class Chunking:
 
 
 def problem_of(
-    tokens: int,
-    linear_weight: Tensor,
-    output_mask: list[bool],
-    *,
-    sum_pairs: int = 0,
-    batch_invariant: bool = False,
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, sum_pairs: int = 0, batch_invariant: bool = False
 ) -> Problem:
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape
-    return Problem(
-        tokens,
-        vocab,
-        hidden,
-        linear_weight.dtype.itemsize,
-        want_input,
-        want_weight,
-        sum_pairs,
-        get_workspace(),
-        least_rows(),
-        multiprocessors(linear_weight),
-        input_tiles_for(linear_weight),
-        weight_tiles_for(linear_weight),
-        batch_invariant,
-    )
-
-
-def chunk_span(tokens: int, linear_weight: Tensor, output_mask: list[bool]) -> Chunking:
-    """Ordinary chunks only."""
-    return best_chunking(problem_of(tokens, linear_weight, output_mask))
+    of_call = tokens, vocab, hidden, linear_weight.dtype.itemsize, want_input, want_weight, sum_pairs
+    of_device = multiprocessors(linear_weight), input_tiles_for(linear_weight), weight_tiles_for(linear_weight)
+    return Problem(*of_call, get_workspace(), least_rows(), *of_device, batch_invariant)
 
 
 def chunk_shard(input: Tensor, shard: int, output_mask: list[bool], *, sum_pairs: int) -> Chunking:

@@ -2,7 +2,6 @@
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from ... import meta
 from ...math.options import TokenStatistics
@@ -98,35 +97,22 @@ def launch_forward(call: Forward) -> meta.Outputs:
     input, linear_weight, target, *_ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(input):
-        chunks = forward_step(call, in_range, outputs)
+        valid_tokens, _ = compact_tokens(target, call.ignore_index, call.num_classes, in_range)
+        chunks = run_forward(call, valid_tokens, outputs)
         assert_in_range(in_range, target, call.num_classes, call.ignore_index)
     record_chunks(call, linear_weight, chunks)
     return outputs
 
 
-def forward_step(call: Forward, in_range: Tensor, outputs: meta.Outputs) -> list[slice]:
-    valid_tokens, _ = compact_tokens(call.operands.target, call.ignore_index, call.num_classes, in_range)
-    return run_forward(call, valid_tokens, outputs)
-
-
-def run_forward(
-    call: Forward,
-    valid_tokens: ValidTokens,
-    outputs: meta.Outputs,
-) -> list[slice]:
-    """Runs over the tokens of `valid_tokens` and returns the chunks. `outputs` are (N,), in the order of all tokens.
-
-    With `own_target`, the sums of an entropy use the target's logit from its own dot product instead of the GEMM's
-    logit. With `exchange`, ranks share the rows, which then have the bits that one rank's would have.
-    """
+def run_forward(call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs) -> list[slice]:
+    """Runs over the valid tokens and returns the chunks. `outputs` are (N,), in the order of all tokens."""
     input, linear_weight, target, _, weight = call.operands
     tiles = cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
     row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
     statistics = TokenStatistics(
-        log_sum_sq_probs=squares if call.log_sum_sq_probs else None,
-        mean_logit=mean_logit if call.mean_logit else None,
+        log_sum_sq_probs=squares if call.log_sum_sq_probs else None, mean_logit=mean_logit if call.mean_logit else None
     )
     quantized = quantized_of(retained, linear_weight.shape[0], input.dtype)
     chunks = forward_chunks(valid_tokens.order.shape[0], row_bytes, retained.shape[0])
@@ -168,7 +154,7 @@ def run_forward(
     return chunks
 
 
-def forward_chunks(tokens: int, row_bytes: int, retained: int = 0) -> list[slice]:
+def forward_chunks(tokens: int, row_bytes: int, retained: int) -> list[slice]:
     """Chunks of rows that take `row_bytes` each, for partial sums and the gathered token. Rows whose logits are saved
     come first, in separate chunks.
     """

@@ -61,7 +61,7 @@ def write_input_gradient(
     blocks: ClassBlocks = EVERY_BLOCK,
     by_ranges: bool = False,
 ) -> None:
-    """grad_input of a chunk. The product of several slices or ranges waits in float32: in `memory`, or in a new buffer
+    """grad_input of a chunk. The products of several ranges wait in float32: in `memory`, or in a new buffer
     if `memory` is too small. If it does not hold the products of all rows, rows are processed in groups.
     """
     waiting = products_of_ranges(linear_weight.shape[0]) if by_ranges else 0
@@ -71,9 +71,7 @@ def write_input_gradient(
         at_once = memory.shape[0] // of_row // MULTIPLE * MULTIPLE
     for rows in slices(out.shape[0], at_once):
         of_rows = finish.of(rows), valid_tokens.of(rows), memory, blocks, by_ranges
-        gradient = backend_for(out).input_gradient(out[rows], linear_weight, *of_rows)
-        gradient.add(exponentials[rows])
-        gradient.close()
+        backend_for(out).input_gradient(out[rows], exponentials[rows], linear_weight, *of_rows)
 
 
 def finish_gradients(

@@ -143,7 +143,7 @@ class OnePassStep:
         rest = torch.empty_like(rows) if few else None
         launch_copy_rows(rows, rows, tokens.valid_tokens, factor=finished.weight_factor, rest=rest)
         gradient = self.weight_gradient
-        gradient.add(slice(0, exponentials.shape[1]), exponentials, rows, tokens.valid_tokens)
+        gradient.add(exponentials, rows, tokens.valid_tokens)
         if few:
             operands = exponentials, rows, rest, tokens.column, tokens.valid_tokens
             launch_target_rows(gradient.out, *operands, gradient.outer)

@@ -18,36 +18,36 @@ from ..kernel import Kernel
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
 from .quantized_logits import QuantizedLogits, dequantize, largest_places
 
-# n rows, V vocabulary, v classes of a slice
+# n rows, V vocabulary
 
 
 @Kernel
 def saved_gradient_kernel(
-    numbers,  # (n, V) int16, from the slice's first column on
-    out,  # (n, v) out, with zeros behind the valid rows up to a multiple of 128
+    numbers,  # (n, V) int16
+    out,  # (n, V) out, with zeros behind the valid rows up to a multiple of 128
     quantized,  # QuantizedLogits
     operands,  # Gradient
     valid_tokens,  # ValidTokens
     n,
-    v,
+    V,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,  # one tile, with one maximum per row
     ALIGNED: tl.constexpr,  # the number of columns of `out` in 16 bytes
 ):
-    tiles = tl.cdiv(v, BLOCK_V)
+    tiles = tl.cdiv(V, BLOCK_V)
     tile = tl.program_id(0) % tiles  # in one dimension of the grid: the second one has room for 65,535 programs
     row_start = tl.program_id(0) // tiles * BLOCK_N
     rows = row_start + tl.arange(0, BLOCK_N)
     count = valid_rows(valid_tokens, n)
     if row_start < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        row_mask, col_mask = rows < count, cols < v
-        # includes the padding of rows, so that loads and stores have 16 bytes for any v
-        inside = cols < tl.cdiv(v, ALIGNED) * ALIGNED
+        row_mask, col_mask = rows < count, cols < V
+        # includes the padding of rows, so that loads and stores have 16 bytes for any V
+        inside = cols < tl.cdiv(V, ALIGNED) * ALIGNED
         q = load_tile(numbers, rows, cols, row_mask, inside)
         largest = tl.load(largest_places(quantized, rows, tile), mask=row_mask, other=0.0)
         z = dequantize(q, largest, quantized.steps)
-        result = gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, v, True)
+        result = gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, V, True)
         store_tile(out, result, rows, cols, rows < n, inside)
 
 
@@ -56,7 +56,7 @@ def launch_saved_gradient(
     operands: Gradient,  # its class weights are those of the columns
     valid_tokens: ValidTokens,
     *,
-    out: Tensor,  # (n, v)
+    out: Tensor,  # (n, V)
     tile: int,  # tile width of the GEMM that wrote them
 ) -> None:
     n, classes = out.shape

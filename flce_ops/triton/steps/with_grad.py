@@ -70,39 +70,21 @@ def launch_step(
     recorded: WithGrad | RowLossWithGrad,  # the call that last_path() names
 ) -> tuple[Tensor, ...]:
     """Runs the step and returns its outputs."""
-    _, linear_weight, target, *_ = call.operands
-    with torch.cuda.device_of(linear_weight):
-        in_range = target.new_empty((), dtype=torch.bool)
-        chunks, notes = one_pass_step(call, objective, in_range, *outputs)
-        assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
-    record_chunks(recorded, linear_weight, chunks, *notes)
-    return outputs
-
-
-def one_pass_step(
-    call: WithGrad,
-    objective: RowObjective,
-    in_range: Tensor,  # () bool, out
-    loss: Tensor,
-    losses: Tensor,
-    *outputs: Tensor,  # the gradients, then statistics or log-probabilities
-) -> tuple[list[slice], list[str]]:
-    """Runs the step and returns its chunks, and notes on them."""
-    grads, by_token = (*outputs[:3], outputs[-1]), outputs[3:-1]
+    loss, losses, *grads, of_scale = outputs
+    grads, by_token = [*grads[:3], of_scale], grads[3:]
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
-    input, linear_weight, target, _, _ = call.operands
-    problem = problem_of(
-        input.shape[0],
-        linear_weight,
-        call.output_mask,
-        sum_pairs=sum_pairs(call.statistics),
-        batch_invariant=call.batch_invariant,
-    )
-    valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
     per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
-    chunking = best_chunking(problem)
-    return step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
+    input, linear_weight, target, _, _ = call.operands
+    of_step, pairs = (input.shape[0], linear_weight, call.output_mask), sum_pairs(call.statistics)
+    with torch.cuda.device_of(linear_weight):
+        in_range = target.new_empty((), dtype=torch.bool)
+        valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
+        chunking = best_chunking(problem_of(*of_step, sum_pairs=pairs, batch_invariant=call.batch_invariant))
+        chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
+        assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
+    record_chunks(recorded, linear_weight, chunks, *sparse_notes(call))
+    return outputs
 
 
 def step_over_tokens(
@@ -112,15 +94,17 @@ def step_over_tokens(
     place: Tensor,  # (N,)
     results: tuple[Tensor, ...],  # the loss and the gradients
     chunking: Chunking,
-) -> tuple[list[slice], list[str]]:
-    """Runs the step and returns its chunks, and notes on them."""
+) -> list[slice]:
+    """Runs the step and returns its chunks."""
     loss, *grads = results
     gradients, chunks = wanted_gradients(grads, call), chunking.chunks
     objective, smoothing = per_token.objective, None
     if objective.d_sum is not None:
-        own_weight = weight_of_classes(call)
+        weight, start = call.operands.weight, getattr(call, "vocab_start", 0)
+        if weight is not None:  # of the classes that this rank holds
+            weight = weight.float()[start : start + call.operands.linear_weight.shape[0]]
         slopes = valid_tokens, per_token.reduction, objective.d_sum, call.logits
-        smoothing = SmoothingTerms(call.operands, own_weight, *slopes)
+        smoothing = SmoothingTerms(call.operands, weight, *slopes)
     if isinstance(call, WithGrad) and is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
@@ -129,14 +113,7 @@ def step_over_tokens(
         smoothing.add_to_bias(gradients.bias_sum)
     finish_gradients(grads, gradients, valid_tokens, place, call)
     launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
-    return chunks, sparse_notes(call) if isinstance(call, WithGrad) else []
-
-
-def weight_of_classes(call: Any) -> Tensor | None:  # (v,) float32
-    """The weights of the classes that this rank holds."""
-    weight, classes = call.operands.weight, call.operands.linear_weight.shape[0]
-    start = getattr(call, "vocab_start", 0)
-    return None if weight is None else weight.float()[start : start + classes]
+    return chunks
 
 
 @takes(VocabParallelWithGrad)
@@ -157,7 +134,7 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
         reduction = Reduction(call.row_scale.contiguous())
         per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
         chunking = chunk_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
-        chunks, notes = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
+        chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
-    record_chunks(call, linear_weight, chunks, *notes)
+    record_chunks(call, linear_weight, chunks)
     return outputs
