@@ -106,7 +106,6 @@ def of_logits(row: dict[str, str] | None, copy: dict[str, str], shortest: float)
     return f"{mark}{float(row['ms']):.2f}{mark}, {float(row['GBps']) / float(copy['GBps']):.0%}{host}"
 
 
-
 def hosts(rows: Rows) -> str:
     """The host's time of a small step, and what is launched for it."""
     names = {name: row["provider"] for row in rows for name in [NAMES[row["provider"]].format(row["version"])]}
