@@ -181,7 +181,7 @@ def test_a_scale_that_is_no_number_is_refused():
         model(**make_batch())
 
 
-# ---------------------------------------------------------------- operations on logits, in a forward of hand-written code
+# ---------------------------------------------------------------- operations on logits in hand-written code
 
 
 class Changed(LlamaForCausalLM):

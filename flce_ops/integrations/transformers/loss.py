@@ -227,7 +227,7 @@ def plain(value: Any) -> Any:
 def checked_scale(factor: Any) -> Any:
     if isinstance(factor, Tensor):
         return factor.reshape(())
-    if isinstance(factor, Real) and 0 < abs(factor) < math.inf:  # also numpy's numbers
+    if isinstance(factor, Real) and 0 < abs(float(factor)) < math.inf:  # also numpy's numbers
         return float(factor)
     return refuse(f"a scale that is no finite number other than 0: {factor!r}")
 
