@@ -52,6 +52,12 @@ __all__ = [
 ]
 
 
+REMOVED = {
+    "explain": "; call last_path() after a call",
+    "export_decompositions": "; import flce_ops before an exported program is loaded",
+    "warmup": "; the first step compiles its kernels in parallel (docs/deployment.md)",
+}
+
 if not TYPE_CHECKING:  # type checkers would otherwise accept any name as an attribute of the package
 
     def __getattr__(name):
@@ -60,7 +66,8 @@ if not TYPE_CHECKING:  # type checkers would otherwise accept any name as an att
             from .parallel import VocabParallel
 
             return VocabParallel
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = REMOVED.get(name, "")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 def __dir__() -> list[str]:

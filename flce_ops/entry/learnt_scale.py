@@ -39,7 +39,7 @@ def with_learnt_scale(op: str, given: dict[str, Any], defaults: dict[str, Any]) 
 
 
 def check_temperature(op: str, temperature: Tensor, rows: Tensor, softcap: Number | None, of_head: bool) -> None:
-    if temperature.dim() > 0:
+    if temperature.numel() != 1:
         refuse_hole(op, "temperature of tokens")
     if op == "linear_kl_div" or not of_head:
         raise TypeError(
@@ -59,7 +59,8 @@ def check_scale(op: str, name: str, scale: Tensor, rows: Tensor) -> None:
     if any_dtensor(scale):
         refuse_hole(op, "scale of DTensors", name=name)
     if scale.dim() != 0:
-        raise ValueError(f"{op}: expected {name} to be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
+        hint = f"; pass {name}.reshape(())" if scale.numel() == 1 else ""
+        raise ValueError(f"{op}: expected {name} to be a number or a 0-d tensor, got shape {tuple(scale.shape)}{hint}")
     if scale.is_complex() or scale.dtype == torch.bool:
         raise TypeError(f"{op}: expected {name} to be real, got {scale.dtype}")
     if scale.device.type != "cpu":

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "dual_clip": "delta clip_ratio_c",
     "return_metrics": "return_z_loss return_token_accuracy return_lse return_entropy",
 }
+QUANTIZED = "a quantized weight is not taken; dequantize it, and pass it as linear_weight"
 LOGITS = "logits are made of input and linear_weight here; flce_ops.cross_entropy takes logits"
 PAIR = (
     "append the pair's features: torch.cat([input, low_rank_input], -1) and "
@@ -49,6 +50,7 @@ INSTEAD = {
     "support": "call linear_log_probs with the classes of the support as target (..., K), and subtract the logsumexp "
     "of their log-probabilities",
     **dict.fromkeys(("low_rank_input", "low_rank_weight", "lora_a", "lora_b"), PAIR),
+    **dict.fromkeys(("linear_weight_scale", "weight_scale", "quant_state"), QUANTIZED),
     "teacher_logits": "flce_ops.linear_kl_div takes teacher_input and teacher_weight, or "
     "teacher_probs=teacher_logits.softmax(-1)",
     "logits": LOGITS,

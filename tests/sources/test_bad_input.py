@@ -425,6 +425,7 @@ def test_names_of_other_code_say_which_argument_is_meant():
         (flce_ops.linear_kl_div, "teacher_hidden_states", "did you mean teacher_input?"),
         (flce_ops.linear_policy_loss, "old_per_token_logps", "did you mean old_log_probs?"),
         (flce_ops.linear_policy_loss, "epsilon_high", "did you mean clip_high?"),
+        (flce_ops.linear_cross_entropy, "weight_scale", "dequantize it, and pass it as linear_weight"),
     ):
         with pytest.raises(TypeError, match=f"^{function.__name__}: no argument is named {given}; .*{hint}"):
             function(x, w, t, **{given: x})
@@ -432,6 +433,21 @@ def test_names_of_other_code_say_which_argument_is_meant():
         flce_ops.linear_cross_entropy(x, target=t, weight=w)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'linear_weight'"):
         flce_ops.linear_cross_entropy(x, target=t, weight=torch.ones(V))
+
+
+@pytest.mark.parametrize("name, instead", [("explain", "last_path"), ("warmup", "compiles its kernels")])
+def test_a_function_of_an_earlier_version_says_what_to_do_instead(name, instead):
+    with pytest.raises(AttributeError, match=f"'flce_ops' has no attribute '{name}'; .*{instead}"):
+        getattr(flce_ops, name)
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "temperature"])
+def test_a_scale_of_shape_1_says_how_to_make_it_a_number(name):
+    given = torch.ones(1, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"{name} to be .* 0-d tensor, got shape \(1,\); pass {name}.reshape"):
+        flce_ops.linear_cross_entropy(*HEAD.values(), **{name: given})
+    flce_ops.linear_cross_entropy(*HEAD.values(), **{name: given.reshape(())}).backward()
+    assert given.grad.shape == (1,)
 
 
 def test_every_name_in_the_table_of_names_is_meant():

@@ -8,6 +8,9 @@
 The model's own code runs, so nobody has to know it. What selects tokens is done to the hidden states. What scales, caps
 or shifts logits is written down as a step, and the head does it in its loss (affine.py). Shape, dtype and device need
 no logits. Everything else raises NotImplementedError, so no transformation is lost.
+
+`logits *= scale` changes the object. Other Logits of the same memory, its views, are then out of date, and their use
+raises.
 """
 
 import operator
@@ -48,9 +51,12 @@ class Logits:
         dtype: torch.dtype,
         steps: tuple[Step, ...] = (),
         made_by: tuple[Any, ...] | None = None,  # (other logits, function, arguments), to compute these
+        memory: list[int] | None = None,  # shared with the logits that these are a view of: the changes in place so far
     ) -> None:
         self.head, self.hidden, self.shape, self.call = head, hidden, shape, call
         self.dtype, self.steps, self.made_by = dtype, steps, made_by
+        self.memory = [0] if memory is None else memory
+        self.seen = self.memory[0]
 
     device = property(lambda self: self.hidden.device)
     ndim = property(lambda self: len(self.shape))
@@ -67,6 +73,7 @@ class Logits:
 
     def compute(self) -> Tensor:
         """The logits, by the operations of the model."""
+        self.check_up_to_date()
         if self.made_by is None:
             return self.head(self.hidden)
         other, function, args = self.made_by
@@ -75,7 +82,8 @@ class Logits:
     # ------------------------------------------------------------ the same numbers in another form
 
     def float(self) -> "Logits":
-        return self.changed(torch.Tensor.float, (), dtype=torch.float32)
+        memory = self.memory if self.dtype == torch.float32 else None
+        return self.changed(torch.Tensor.float, (), dtype=torch.float32, memory=memory)
 
     def to(self, *args: Any, **options: Any) -> "Logits":  # the operator computes in float32 on the head's device
         dtype = self.dtype
@@ -84,7 +92,8 @@ class Logits:
                 dtype = value.dtype if isinstance(value, Tensor) else value
         if not dtype.is_floating_point:
             self.refuse(f"a cast to {dtype}")
-        return self.changed(lambda logits: logits.to(*args, **options), (), dtype=dtype)
+        memory = self.memory if self.dtype == dtype else None
+        return self.changed(lambda logits: logits.to(*args, **options), (), dtype=dtype, memory=memory)
 
     def contiguous(self) -> "Logits":
         return self
@@ -100,18 +109,25 @@ class Logits:
                 f"{self.call.model}: expected the head to have the {sizes[-1]} classes of the model's vocab_size, got "
                 f"logits of shape {tuple(self.shape)}; resize with model.resize_token_embeddings"
             )
-        return self.changed(torch.Tensor.reshape, (sizes,), shape=sizes)
+        return self.changed(torch.Tensor.reshape, (sizes,), shape=sizes, memory=self.memory)
 
     reshape = view
 
     def changed(self, function: Callable, args: tuple, **changes: Any) -> "Logits":
+        self.check_up_to_date()
         kept: dict[str, Any] = {
             "hidden": self.hidden,
             "shape": self.shape,
             "dtype": self.dtype,
             "steps": self.steps,
         } | changes
-        return Logits(self.head, call=self.call, made_by=(self, function, args), **kept)
+        # as they are before a later change in place
+        before = Logits(self.head, self.hidden, self.shape, self.call, self.dtype, self.steps, self.made_by)
+        return Logits(self.head, call=self.call, made_by=(before, function, args), **kept)
+
+    def check_up_to_date(self) -> None:
+        if self.seen != self.memory[0]:
+            self.refuse("logits that share memory with others, which were changed in place")
 
     # ------------------------------------------------------------ a part of the tokens, or the first classes
 
@@ -134,7 +150,7 @@ class Logits:
             classes = len(range(classes)[of_classes])
             steps = (*steps, ("first_classes", (classes,)))
         shape = (*hidden.shape[:-1], classes)
-        return self.changed(operator.getitem, (index,), hidden=hidden, shape=shape, steps=steps)
+        return self.changed(operator.getitem, (index,), hidden=hidden, shape=shape, steps=steps, memory=self.memory)
 
     # ------------------------------------------------------------ steps between head and loss
 
@@ -151,6 +167,20 @@ class Logits:
         return self.step("add", other)
 
     __rmul__, __radd__ = __mul__, __add__
+
+    def become(self, changed: "Logits") -> "Logits":
+        self.memory[0] += 1
+        self.seen, self.steps, self.made_by = self.memory[0], changed.steps, changed.made_by
+        return self
+
+    def __imul__(self, other: Any) -> "Logits":
+        return self.become(self * other)
+
+    def __itruediv__(self, other: Any) -> "Logits":
+        return self.become(self / other)
+
+    def __iadd__(self, other: Any) -> "Logits":
+        return self.become(self + other)
 
     def tanh(self) -> "Logits":
         return self.step("tanh")
@@ -170,6 +200,7 @@ class Logits:
         normalizer: Tensor | int | None = None,
     ) -> Tensor:
         """Same as F.cross_entropy of the logits and `target`, with one label for each token."""
+        self.check_up_to_date()
         if size_average is not None or reduce is not None or target.is_floating_point():
             self.refuse("a cross-entropy with size_average, reduce or probabilities as targets")
         if target.numel() != prod(self.shape[:-1]):
@@ -223,10 +254,11 @@ class Logits:
         first = args[0] if args else options.pop("input", None)
         if isinstance(first, Logits):
             name = METHODS.get(func)
-            if name is None:
+            if name is None or (options and name in ("__mul__", "__add__", "__truediv__")):
                 first.refuse(f"`{getattr(func, '__name__', func)}`")
             return getattr(first, name)(*args[1:], **options)
-        second = next(value for value in (*args, *options.values()) if isinstance(value, Logits))
+        values = (*args, *options.values(), *(first if isinstance(first, list | tuple) else ()))  # torch.cat has a list
+        second = next(value for value in values if isinstance(value, Logits))
         name = METHODS.get(func)
         if name not in ("__mul__", "__add__") or len(args) != 2 or options:
             second.refuse(f"`{getattr(func, '__name__', func)}`")
@@ -239,6 +271,17 @@ OPERATIONS: dict[str, Callable] = {
     "add": operator.add,
     "tanh": torch.tanh,
 }
+
+REFUSED = "sub rsub isub neg pow rpow ipow rtruediv matmul rmatmul floordiv rfloordiv mod rmod abs invert"
+REFUSED += " lt le gt ge ne bool float int contains setitem delitem"
+
+
+def refused(name: str) -> Callable:
+    return lambda self, *args: self.refuse(f"`__{name}__`")
+
+
+for each in REFUSED.split():  # Python looks operators up in the class, not by __getattr__
+    setattr(Logits, f"__{each}__", refused(each))
 
 METHODS: dict[Any, str] = {
     **dict.fromkeys((torch.tanh, F.tanh, torch.Tensor.tanh), "tanh"),

@@ -13,6 +13,7 @@ PEFT's adapters are what PEFT computes:
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ class Affine:
             refuse("a sum after a softcap")
         if isinstance(other, Affine):
             return self.beside(other)
-        if not isinstance(other, Tensor) or other.numel() != self.weight.shape[0]:
+        classes = self.weight.shape[0]
+        if not isinstance(other, Tensor) or other.numel() != classes or other.shape[-1] != classes:
             refuse(f"a sum with {tuple(other.shape) if isinstance(other, Tensor) else other!r}")
         if isinstance(self.scale, Tensor) or self.scale != 1:
             other = other / self.scale
@@ -223,8 +225,10 @@ def plain(value: Any) -> Any:
 
 
 def checked_scale(factor: Any) -> Any:
-    if isinstance(factor, Tensor) or (isinstance(factor, (int, float)) and 0 < abs(factor) < math.inf):
-        return factor
+    if isinstance(factor, Tensor):
+        return factor.reshape(())
+    if isinstance(factor, Real) and 0 < abs(float(factor)) < math.inf:  # also numpy's numbers
+        return float(factor)
     return refuse(f"a scale that is no finite number other than 0: {factor!r}")
 
 
