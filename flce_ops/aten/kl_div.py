@@ -148,11 +148,7 @@ def stream_rows(
         if operands.teacher_probs is None:
             softmaxes.append((log_p, teacher_shift))
         if divergence is not None:
-            found = [shift_rows(logits) for logits, _ in softmaxes]
-            row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
-            denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
-            for k, (_, known) in enumerate(softmaxes):
-                known[0, rows], known[1, rows] = row_max[k], denominators[k]
+            find_shifts(softmaxes, rows, options)
         else:
             for logits, known in softmaxes:
                 logits.sub_(known[0, rows, None])
@@ -240,6 +236,17 @@ def row_sums(
     of_rows = beta is not None and beta.dim() > 0
     terms = (kind.of_entry(log_q, log_p, beta[rows] if of_rows else beta)[:count] for rows, log_q, log_p in blocks)
     return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
+
+
+def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
+    """Fills in the (2, N) shift of each softmax, and subtracts its first number from the logits, (n, V). A function of
+    its own, because a name that is left over would keep the logits in memory.
+    """
+    found = [shift_rows(logits) for logits, _ in softmaxes]
+    row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
+    denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
+    for k, (_, shift) in enumerate(softmaxes):
+        shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
 
 
 @kernel_of(KlDivBackward)

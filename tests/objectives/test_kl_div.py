@@ -309,11 +309,11 @@ def test_models_that_are_sure_of_different_classes(device, kind, size, dtype):
         found = torch.autograd.grad(loss.sum(), x)[0]
         assert loss.isfinite().all() and found.isfinite().all()
         assert error(loss, exact if reduction == "none" else exact.sum()) < max(UNIT[dtype], 2.0**-22)
-        # of a logit; in Triton that of each model is stored in float16, relative to its row's largest
-        of_size = 2.0**-50 if dtype == torch.float64 else 2.0**-22
-        if device == "cuda" and dtype.itemsize == 2:
-            of_size = 2.0**-10
-        allowed = 4.0 * UNIT[dtype] + size * of_size
+        allowed = 4.0 * UNIT[dtype] + size * (2.0**-50 if dtype == torch.float64 else 2.0**-22)  # of a logit
+        if kind == "nla" and device == "cuda" and dtype.itemsize == 2:
+            # Triton stores the logits of both models in float16, relative to their largest. Seen: 4 % of the largest
+            # entry at 20 nats, 12 % at 103.
+            allowed = 0.05 + size * 2.0**-10
         assert (found - right).abs().max() <= allowed * (right.abs().max() if kind == "nla" else 1.0)
 
 
