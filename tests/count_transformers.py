@@ -41,7 +41,10 @@ def classes():
         package = importlib.import_module(name)
         for file in pkgutil.iter_modules(getattr(package, "__path__", [])):
             if file.name.startswith("modeling_") and folder.name != "auto":
-                module = importlib.import_module(f"{name}.{file.name}")
+                try:
+                    module = importlib.import_module(f"{name}.{file.name}")
+                except ImportError:  # of torchaudio, say
+                    continue
                 for found in vars(module).values():
                     if inspect.isclass(found) and found.__module__ == module.__name__:
                         if found.__name__.endswith(ENDINGS):
