@@ -9,6 +9,7 @@ test's seed, so they make the same inputs.
 import math
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -61,10 +62,17 @@ def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> Non
     cards = math.ceil(size / ON_ONE_CARD)
     if device_type == "cuda" and torch.cuda.device_count() < cards:
         pytest.skip(f"{size} processes need {cards} card{'s' * (cards > 1)}")
-    if world not in _pools or not _pools[world].alive():
-        _pools[world] = Pool(device_type, size)
-    pool = _pools[world]
-    failures = pool.run(case, args, kwargs)
+    for _ in range(2):
+        if world not in _pools or not _pools[world].alive():
+            _pools[world] = Pool(device_type, size)
+        pool = _pools[world]
+        failures = pool.run(case, args, kwargs)
+        if not failures or not pool.crashed():
+            break
+        # A few runs of the suite in ten lose a process of gloo to an error in the C library's heap, each in another
+        # test. Such a case runs once more, in new processes; a case that crashes by itself does so again.
+        print(f"{case.__name__}: a process ended by a signal, running again in new ones", file=sys.stderr)
+        pool.end()
     if failures:
         pool.end()
         text = "\n".join(f"--- process {rank} of {size} ---\n{failure}" for rank, failure in sorted(failures.items()))
@@ -89,6 +97,10 @@ class Pool:
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
+
+    def crashed(self) -> bool:
+        """Whether a signal has ended a process."""
+        return any(process.exitcode is not None and process.exitcode < 0 for process in self.processes)
 
     def run(self, case: Callable, args: tuple, kwargs: dict) -> dict[int, str]:
         for tasks in self.tasks:
