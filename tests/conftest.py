@@ -147,15 +147,6 @@ def several_chunks_of_few_rows(request, monkeypatch):
         monkeypatch.setattr("flce_ops.support.workspace.LEAST_ROWS", 128)
 
 
-@pytest.fixture(scope="module")
-def quick_collections():
-    """Each row of a benchmark starts with a gc.collect(): a quarter of a second if there are many objects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def poisoned_memory(request, monkeypatch):
     """Fills every torch.empty with nan (integers with their maximum), so that memory which a kernel does not write is

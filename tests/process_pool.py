@@ -69,8 +69,8 @@ def run_in_world(world: tuple[str, int], case: Callable, *args, **kwargs) -> Non
         failures = pool.run(case, args, kwargs)
         if not failures or not pool.crashed():
             break
-        # A few runs of the suite in ten lose a process of gloo to an error in the C library's heap, each in another
-        # test. Such a case runs once more, in new processes; a case that crashes by itself does so again.
+        # One of three runs of the whole suite lost a process of gloo to an error in the C library's heap. Its cause is
+        # not known. Such a case runs once more, in new processes; a case that crashes by itself does so again.
         print(f"{case.__name__}: a process ended by a signal, running again in new ones", file=sys.stderr)
         pool.end()
     if failures:

@@ -312,8 +312,8 @@ def test_models_that_are_sure_of_different_classes(device, kind, size, dtype):
         allowed = 4.0 * UNIT[dtype] + size * (2.0**-50 if dtype == torch.float64 else 2.0**-22)  # of a logit
         if kind == "nla" and device == "cuda" and dtype.itemsize == 2:
             # Triton stores the logits of both models in float16, relative to their largest. Seen: 4 % of the largest
-            # entry at 20 nats, 12 % at 103.
-            allowed = 0.05 + size * 2.0**-10
+            # entry at 20 nats, 12 % at 103, 25 % at 1000.
+            allowed = min(0.05 + size * 2.0**-10, 0.3)
         assert (found - right).abs().max() <= allowed * (right.abs().max() if kind == "nla" else 1.0)
 
 
