@@ -1,7 +1,7 @@
 # make demo   trains a small GPT with the operator and with F.cross_entropy, compares them -> demo_output/
 # make check  ruff, mypy, the layering, and tests of every part of the package: what to run between edits, 80 seconds
 # make test   ruff, mypy, pytest (the tests marked `gpu` only where CUDA is), of each test a part: 9 minutes
-# make test-all  every test that needs no GPU: what .ci/run calls, 35 minutes
+# make test-all  every test that needs no GPU: what .ci/run calls, 10 minutes
 # make nightly   the tests with new inputs, 20,000 random cases on the CPU, 2,000 of the kernels in the interpreter, 10,000 steps
 # make matrix the core of the tests under the oldest torch and Triton that the package allows, and under the newest
 # make test-gpu the tests that need a GPU, on all cards at once
