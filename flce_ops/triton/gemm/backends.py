@@ -6,7 +6,7 @@ through this table.
     input_gradient     finish(E @ linear_weight)                                    input_gradient.py
 
 The first row that takes the dtype and device of an operand makes all three products. An epilogue is named by the tuple
-it reads and writes: ExpSum, MaxSum or Gradient. How tokens are chunked follows from the tile shapes in tiles.py.
+it reads and writes, such as ExpSum. How tokens are chunked follows from the tile shapes in tiles.py.
 """
 
 from collections.abc import Callable

@@ -31,7 +31,7 @@ from ..kernel import Kernel
 from ..rows.logit_numbers import loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import multiprocessors, tiles_for
-from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from .epilogues import EPILOGUES, ExpSum, Gradient, Largest, MaxSum
 from .tiles import Tiles
 from .tma import block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, store_tile
 
@@ -79,7 +79,7 @@ def logits_gemm_kernel(
     out,  # (n, V) out: likewise; None if nothing is stored
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
-    operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
+    operands,  # the epilogue's tuple: ExpSum, Largest, MaxSum or Gradient
     guard_ptr,  # int32, 0 if no sum of an earlier pass is too large: the kernel returns; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     n,
@@ -160,7 +160,7 @@ def launch_logits_gemm(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    epilogue: ExpSum | MaxSum | Gradient,
+    epilogue: ExpSum | Largest | MaxSum | Gradient,
     logit_options: LogitOptions,
     valid_tokens: ValidTokens,
     *,
@@ -196,8 +196,8 @@ def launch_logits_gemm(
         PROGRAMS=programs,
         STORED=out is not None,
         STORE_HALVES=tiles.store_halves,
-        # MaxSum's result is logits, not a gradient
-        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),
+        # the results of the other two are logits, not gradients
+        SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
         BEFORE_SOFTCAP=before_softcap,
         **tiles.options,
     )

@@ -1,4 +1,5 @@
-"""After the logits GEMM: the losses of a chunk's valid tokens, and the factors that turn E into the logit gradient G.
+"""After the logits GEMM: the losses of a chunk's valid tokens, the factors that turn E into the logit gradient G, and c
+times the tokens.
 
 Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing:
 
@@ -26,7 +27,7 @@ from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
 from ..gemm.tile_sums import sum_of_tiles
-from ..gemm.tma import matrix_of
+from ..gemm.tma import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .sum_losses import scale_of_rows
@@ -38,6 +39,7 @@ from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 ROWS = 16  # rows of a program if a token has one class; tile_sums.py says why
 TILES = 256  # tiles whose sums a program reads at a time
+COLUMNS = 512  # of a token that a program multiplies at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This
 # changes p by a tenth of the rounding error of a.
 LEAST_SLOPE = tl.constexpr(2.0**-27)
@@ -121,7 +123,10 @@ def finish_rows_kernel(
     whole,  # WholeRows; None if this rank has all classes
     finished,  # FinishedRows, out
     matrix,  # (n, V) E, in which the targets' entries are replaced
+    rows,  # Matrix (n, D): the gathered tokens, which are multiplied by the weight factor; or None
+    rest,  # Matrix (n, D), out: what the rounding of these products took; or None
     n,
+    D,
     T,  # tiles of `sums`
     objective,  # RowNumbers, with tensors as pointers
     logit_numbers,  # LogitNumbers
@@ -134,6 +139,7 @@ def finish_rows_kernel(
     BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
     BLOCK_N or BLOCK_TOPK numbers.
@@ -213,6 +219,7 @@ def finish_rows_kernel(
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
     column_of_largest = tl.full((), -1, tl.int64)
+    weight_factor = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, TOPK, BLOCK_TOPK):
         k = start + tl.arange(0, BLOCK_TOPK)
         inside = (k < TOPK) & mask
@@ -236,16 +243,25 @@ def finish_rows_kernel(
                 largest_size, largest, column_of_largest, entry, column, BLOCK_TOPK
             )
         else:
-            store_factors(finished, i, mask, row_factor, entry, rounded.to(tl.float32), column >= 0)
+            weight_factor = store_factors(finished, i, mask, row_factor, entry, rounded.to(tl.float32), column >= 0)
     if SOFT:
         rounded = largest.to(finished.entry.dtype.element_ty).to(tl.float32)
-        store_factors(finished, i, mask, row_factor, largest, rounded, True)
+        weight_factor = store_factors(finished, i, mask, row_factor, largest, rounded, True)
         tl.store(finished.column + i, column_of_largest, mask=mask)
+    if rows is not None:
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            product = load_tile(rows, i, d, mask, d < D).to(tl.float32) * weight_factor[:, None]
+            if rest is not None:
+                stored = in_dtype_of(rows, product, False).to(tl.float32)
+                lost = tl.where(tl.abs(stored) == float("inf"), 0.0, product - stored)  # avoids inf - inf
+                store_tile(rest, lost, i, d, mask, d < D)
+            store_tile(rows, product, i, d, mask, d < D)
 
 
 @triton.jit
 def store_factors(finished, i, mask, row_factor, entry, rounded, here):
-    """Stores the factors of a row, corrected for the rounding of the target's entry.
+    """Stores the factors of a row, corrected for the rounding of the target's entry. Returns that for linear_weight.
 
     The target's entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight
     the row factor makes up for the rounding, so that the product with E'_iy is exact. This moves the row's other
@@ -258,6 +274,7 @@ def store_factors(finished, i, mask, row_factor, entry, rounded, here):
     tl.store(finished.row_factor + i, row_factor, mask=mask)
     tl.store(finished.weight_factor + i, row_factor * correction, mask=mask)
     tl.store(finished.residual + i, row_factor * (entry - rounded), mask=mask)
+    return row_factor * correction + tl.zeros(mask.shape, tl.float32)
 
 
 def launch_finish_rows(
@@ -267,6 +284,8 @@ def launch_finish_rows(
     exponentials: Tensor,  # (n, V) E, in which the targets' entries are replaced
     *,
     logit_options: LogitOptions,
+    scaled: Tensor | None = None,  # (n, D) the gathered tokens, which are multiplied by the weight factor
+    rest: Tensor | None = None,  # (n, D) out: what the rounding of these products took; rows after the valid ones stay
     gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
@@ -290,7 +309,10 @@ def launch_finish_rows(
         whole,
         finished,
         matrix_of(exponentials),
+        matrix_of(scaled),
+        matrix_of(rest),
         n,
+        0 if scaled is None else scaled.shape[1],
         0 if sums.tiles is None else sums.tiles.shape[0],
         in_kernel(objective),
         logit_options,
@@ -303,6 +325,7 @@ def launch_finish_rows(
         BLOCK_N=rows,
         BLOCK_TOPK=topk_at_a_time(topk),
         BLOCK_T=TILES,
+        BLOCK_D=COLUMNS,
         num_warps=4,
     )
     return finished
