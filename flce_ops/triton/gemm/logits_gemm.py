@@ -33,7 +33,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, ExpSum, Gradient, Largest, MaxSum
 from .tiles import Tiles
-from .tma import block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, store_tile
+from .tma import Matrix, block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -168,15 +168,16 @@ def launch_logits_gemm(
     guard: Tensor | None = None,  # (1 + n,)
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
     tiles: Tiles | None = None,
-) -> None:
+    matrices: list | None = None,  # what an earlier launch on the same operands returned
+) -> list:
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
-    given = [input, linear_weight, out]
-    use_tma = tiles.tma and all(map(fits_tma, given))
-    of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
-    of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
-    matrices = kernel_matrices(given, (of_rows, of_classes, of_out), use_tma)
+    if matrices is None:
+        given = [input, linear_weight, out]
+        of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
+        of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
+        matrices = kernel_matrices(given, (of_rows, of_classes, of_out), tiles.tma and all(map(fits_tma, given)))
     grid_tiles = cdiv(n, tiles.block_m) * cdiv(num_classes, tiles.block_n)
     programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
@@ -190,7 +191,7 @@ def launch_logits_gemm(
         hidden,
         num_classes,
         EPILOGUE=EPILOGUES[type(epilogue)],
-        USE_TMA=use_tma,
+        USE_TMA=not isinstance(matrices[0], Matrix),
         EVEN_V=num_classes % tiles.block_n == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
@@ -201,3 +202,4 @@ def launch_logits_gemm(
         BEFORE_SOFTCAP=before_softcap,
         **tiles.options,
     )
+    return matrices
