@@ -16,6 +16,7 @@ at a time, into a part of the workspace that chunks leave free.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,11 +165,13 @@ def chunk_products(
         yield chunk, u
 
 
-def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
-    """Saves rows of the product for the backward kernel, before the product is overwritten."""
-    if chunk.start < retained.shape[0]:
-        own = retained[chunk, : product.shape[1]]
-        own.copy_(product[: own.shape[0]])
+def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
+    """The same of given logits: yields the rows of each block, and a copy of their u, in the accumulation dtype."""
+    logits = call.operands.logits
+    dtype = accumulation_dtype(logits.dtype)
+    step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
+    for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):
+        yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
 def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> list[tuple]:

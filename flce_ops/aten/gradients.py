@@ -1,4 +1,4 @@
-"""The two gradient GEMMs of a chunk, and the sums over chunks.
+"""The loop over chunks that makes gradients, the two gradient GEMMs of a chunk, and the sums over chunks.
 
 A sparse G is a dense matrix with zeros for the entries that are not kept. This saves no time compared with an exact
 gradient.
@@ -7,7 +7,8 @@ gradient.
     exact    (n, V)    all of G, if only one of the two gradients is sparse
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,17 @@ from ..math.sparse_gradient import Draws, keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
-from .chunks import product_dtype, product_is_rounded, readable, readable_columns, rows_of, rows_per_chunk
+from .chunks import (
+    block_bytes,
+    product_dtype,
+    product_is_rounded,
+    readable,
+    readable_columns,
+    row_blocks,
+    rows_of,
+    rows_per_chunk,
+)
+from .logits import activate_with_slope, apply_slope
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -49,6 +60,30 @@ def rows_beside_gradients(
     return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
+def add_gradients(
+    call: Any,
+    products: Iterable[tuple[slice, Tensor]],  # the rows of each chunk and their u, (n, V), which is overwritten with G
+    gradients: "Accumulator",
+    gradient: Callable[..., Tensor | None],  # (rows, z, *vectors): makes G by z in place; returns lse's cotangent, (n,)
+    *vectors: Tensor,  # (N, ...)
+    whole: bool = False,  # a chunk is one block
+) -> None:
+    input = call.operands[0]
+    nbytes = sys.maxsize if whole else block_bytes(input)
+    for chunk, product in products:
+        for rows, block, *own in row_blocks(input, chunk, product, nbytes, *vectors):
+            u = gradients.kept(block)
+            logits, slope = activate_with_slope(block, call.logits)
+            grad_lse = gradient(rows, logits, *own)
+            gradients.add_bias(apply_slope(logits, slope))
+            gradients.add_scale(logits, u)
+            gradients.keep(logits, grad_lse, chunk, rows)
+            gradients.round_block(block, logits)
+            del logits, slope, u  # frees memory before the next block is allocated
+        gradients.add_products(chunk, product)
+    gradients.finish()
+
+
 class Accumulator:
     """Receives the G of chunks."""
 
@@ -58,11 +93,23 @@ class Accumulator:
 
     def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None: ...
 
+    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None: ...
+
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class GivenRows(Accumulator):
+    """Writes G to the rows of grad_logits."""
+
+    def __init__(self, grad_logits: Tensor) -> None:
+        self.grad_logits = grad_logits
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        self.grad_logits[rows] = grad_logits
 
 
 class GradientAccumulator(Accumulator):
@@ -189,8 +236,10 @@ class SparseAccumulator(GradientAccumulator):
         if needs_exact(call):
             self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
 
-    def keep(self, grad_logits: Tensor, slope: Tensor, chunk: slice, rows: slice) -> None:
-        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,)."""
+    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
+        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); None for 0."""
+        if slope is None:
+            slope = grad_logits.new_zeros(grad_logits.shape[0])
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         logit_scale = self.logits.logit_scale

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..math.options import Cotangents, LogitOptions, accumulation_dtype, changed
 from ..math.topk import in_columns
-from ..meta.arguments import Backward
+from ..meta.arguments import Backward, LogitsBackward
 from .row_statistics import at_least_finite
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary
@@ -89,14 +89,14 @@ class SoftmaxFactors(NamedTuple):
         return changed(self, lambda factor: factor[rows])
 
 
-def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+def softmax_factors(call: Backward | LogitsBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
     """The factors of a call. `grad_lse` comes from Cotangents.masked.
 
     lse becomes inf for ignored rows. Their lse is 0, so exp(z - lse) may be inf, and inf times their factor of 0 is
     nan.
     """
-    lse, factor, expected = call.lse, grad_lse, call.grad_expected_log_prob
-    if expected is not None:
+    lse, factor, expected = call.lse, grad_lse, vars(call).get("grad_expected_log_prob")
+    if isinstance(call, Backward) and expected is not None:
         expected = torch.where(valid, expected, 0.0).to(lse.dtype)
         distance = call.expected_log_prob if call.lse_rest is None else call.expected_log_prob + call.lse_rest
         factor = (0.0 if factor is None else factor) - expected * distance

@@ -55,7 +55,7 @@ class BlockNumbers(NamedTuple):
     logit_sum: Tensor | None  # sum_j w_j (z_j - lse)
     max_logit: Tensor | None
     argmax: Tensor | None
-    moment: Tensor | None  # sum_j p_j (z_j - row_max)
+    expected_log_prob: Tensor | None  # sum_j p_j (z_j - lse)
     log_sum_sq_probs: Tensor | None
     mean_logit: Tensor | None
 
@@ -71,17 +71,17 @@ def reduce_rows(
     mean_logit = logits.sum(1) / num_classes if asked.mean_logit else None
     row_max = finite_maximum(logits)
     logits.sub_(row_max)
-    logit_sum = shifted = moment = squares = None
+    logit_sum = shifted = expected = squares = None
     if weight_sum is not None:
         logit_sum = logits.sum(1) if weight is None else logits @ weight.to(logits.dtype)
     if asked.entropy:
         shifted = at_least_finite(logits).clone()
     row_sum = logits.exp_().sum(1)
-    if shifted is not None:
-        moment = shifted.mul_(logits).sum(1) / row_sum
     row_max, log_sum = row_max.squeeze(1), row_sum.log()
+    if shifted is not None:
+        expected = shifted.mul_(logits).sum(1) / row_sum - log_sum
     if logit_sum is not None:
         logit_sum = sum_from_lse(logit_sum, log_sum, weight_sum)
     if asked.log_sum_sq_probs:  # the largest E of a row is 1, so neither sum underflows or overflows
-        squares = logits.square().sum(1).log_() - 2.0 * row_sum.log()
-    return BlockNumbers(row_max, row_sum, log_sum, logit_sum, max_logit, argmax, moment, squares, mean_logit)
+        squares = logits.square().sum(1).log_() - 2.0 * log_sum
+    return BlockNumbers(row_max, row_sum, log_sum, logit_sum, max_logit, argmax, expected, squares, mean_logit)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import meta
 from ..math.topk import tokens_that_count
-from ..meta.call import Arguments, AtIgnored, takes
+from ..meta.call import ZERO, Arguments, AtIgnored, takes
 from ..objectives.row import RowObjective
 from ..support.target_range import assert_in_range, in_range
 
@@ -105,12 +105,14 @@ def kernel_of(
             outputs = meta.outputs(call)
             if checks_target:
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
-            results = (outputs,) if isinstance(outputs, Tensor) else outputs
+            results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
+            if call.written == "logits":  # whose rows become those of their gradient
+                results, fills = (*results, call.operands.logits), (*fills, ZERO)
             extra = extra_of(call) if extra_of else ()
             if call.all_count:
                 body(call, results, *extra)
             else:
-                on_valid_tokens(body, call, results, call.fills, *extra)
+                on_valid_tokens(body, call, results, fills, *extra)
             return outputs
 
         return kernel
