@@ -4,11 +4,9 @@ forward.py, backward.py                numbers of rows, and gradients from their
 with_grad.py                           gradients made in forward: any row objective, also over a shared vocabulary
 kl_div.py                              divergences
     valid_tokens.py                    which rows kernels get: without ignored tokens, or with zeros for them
-    logits.py                          logits of a chunk, their softmax, the terms of the gradient
+    logits.py                          logits of a chunk, their softmax, sums over classes, the terms of the gradient
     chunks.py                          how rows are divided
     gradients.py                       the loop over chunks; the gradient GEMMs and their sums
-    row_statistics.py                  exponentials of a chunk, sums over its classes, statistics on request; in a fixed
-                                       order
 """
 
 from .backward import backward, backward_in_place

@@ -11,16 +11,8 @@ from torch import Tensor
 from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace, LogitsBackward
-from .chunks import chunk_products, copied_rows, copy_bytes, product_is_rounded
-from .gradients import (
-    Accumulator,
-    GivenRows,
-    accumulator_of,
-    add_gradients,
-    draws_of,
-    needs_exact,
-    rows_beside_gradients,
-)
+from .chunks import copied_rows
+from .gradients import Accumulator, GivenRows, add_gradients, draws_of, products_and_gradients
 from .logits import add_target_and_sum, softmax_factors, softmax_gradient, upcast
 from .valid_tokens import kernel_of
 
@@ -45,26 +37,10 @@ def logits_backward(call: LogitsBackward, grads: Sequence[Tensor]) -> None:
 
 
 def gradients_of_head(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
-    input, linear_weight, _, linear_bias, _ = call.operands
     # p and its factor are separate matrices if the factor depends on the class
-    in_block = product_is_rounded(input) + (call.grad_expected_log_prob is not None) + (call.logits.softcap is not None)
-    in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
-    # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
-    # buffer.
-    main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
-    sums = call.output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
-    step = rows_beside_gradients(
-        input,
-        linear_weight.shape[0],
-        sums,
-        matrices=draws is not None and needs_exact(call),
-        matrices_in_block=in_block,
-        reserved=copy_bytes(linear_weight),
-    )
-    retained = None if call.retained is None else call.retained.view(input.dtype)
-    gradients = accumulator_of(call, draws, grads, step)
-    products = chunk_products(call, input, linear_weight, linear_bias, step, retained)
-    gradients_of_rows(call, products, gradients)
+    in_block = int(call.grad_expected_log_prob is not None)
+    retained = None if call.retained is None else call.retained.view(call.operands.input.dtype)
+    gradients_of_rows(call, *products_and_gradients(call, grads, in_block, draws, retained))
 
 
 def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: Accumulator) -> None:

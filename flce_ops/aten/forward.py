@@ -11,8 +11,7 @@ from ..math.shards import target_columns
 from ..math.statistics import two_sum
 from ..meta.arguments import Forward, LogitsForward
 from .chunks import block_bytes, chunk_products, copied_rows, copy_bytes, product_is_rounded, row_blocks, rows_per_chunk
-from .logits import activate, at_columns, upcast
-from .row_statistics import extra_matrices, reduce_rows
+from .logits import activate, at_columns, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary

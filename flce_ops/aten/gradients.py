@@ -8,7 +8,7 @@ gradient.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
 from .chunks import (
     block_bytes,
+    chunk_products,
+    copy_bytes,
     product_dtype,
     product_is_rounded,
     readable,
@@ -258,6 +260,33 @@ class SparseAccumulator(GradientAccumulator):
         of_input, of_weight = self.sparse.products(self.mask)
         self.add_to_input(rows, sparse if of_input else exact)
         self.add_to_weight(rows, sparse if of_weight else exact, input)
+
+
+def products_and_gradients(
+    call: Any,
+    grads: Sequence[Tensor],
+    in_block: int = 0,  # further matrices of a block
+    draws: Draws | None = None,
+    retained: Tensor | None = None,
+    largest_shard: int | None = None,  # of ranks that share the vocabulary; a chunk is one block then
+) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
+    """Of a head: each chunk's rows and u, and what its G is added to."""
+    input, linear_weight = call.operands[:2]
+    in_block += product_is_rounded(input) + (call.logits.softcap is not None)
+    # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
+    # buffer.
+    main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
+    sums = call.output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
+    if largest_shard is not None:
+        step = rows_beside_gradients(input, largest_shard, sums, matrices=in_block)
+    else:
+        in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
+        exact, reserved = draws is not None and needs_exact(call), copy_bytes(linear_weight)
+        step = rows_beside_gradients(
+            input, linear_weight.shape[0], sums, matrices=exact, matrices_in_block=in_block, reserved=reserved
+        )
+    gradients = accumulator_of(call, draws, grads, step)
+    return chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
 
 
 def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:

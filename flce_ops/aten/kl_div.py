@@ -28,8 +28,7 @@ from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits, matrix_bytes
 from .chunks import ROWS_OF_A_BLOCK, chunk_product, copy_bytes, cut, row_chunks
 from .gradients import GradientAccumulator, accumulator_of
-from .logits import activate, apply_slope, cap_with_slope, scale_logits
-from .row_statistics import finite_maximum, shift_rows
+from .logits import activate, apply_slope, cap_with_slope, finite_maximum, scale_logits, shift_rows
 from .valid_tokens import kernel_of, tokens_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)

@@ -37,34 +37,22 @@ from ..meta.arguments import (
 )
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
-from .chunks import chunk_products, copied_rows, copy_bytes, product_is_rounded
-from .gradients import (
-    Accumulator,
-    GivenRows,
-    accumulator_of,
-    add_gradients,
-    draws_of,
-    needs_exact,
-    rows_beside_gradients,
-)
-from .logits import add_target_and_sum, upcast
-from .row_statistics import BlockNumbers, extra_matrices, reduce_rows
+from .chunks import copied_rows
+from .gradients import Accumulator, GivenRows, add_gradients, draws_of, products_and_gradients
+from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
-NONE_ASKED, NOTHING = Statistics(), TokenStatistics()
+NOTHING = TokenStatistics()
 
 
 @kernel_of(WithGrad, checks_target=True, extra_of=draws_of)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
     loss, losses, *results, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
-    input, linear_weight = call.operands[:2]
-    step = rows_of_chunk(call, call.statistics, draws)
-    gradients = accumulator_of(call, draws, grads, step)
-    products = chunk_products(call, input, linear_weight, call.operands.linear_bias, step)
-    loss.copy_(cross_entropy_and_gradients(call, products, gradients, losses, statistics))
+    of_head = products_and_gradients(call, grads, extra_matrices(call.statistics), draws)
+    loss.copy_(cross_entropy_and_gradients(call, *of_head, losses, statistics))
 
 
 @kernel_of(LogitsWithGrad, checks_target=True)
@@ -89,15 +77,12 @@ def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor
 @kernel_of(PolicyWithGrad, checks_target=True)
 def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs, of_scale = outputs
-    grads.append(of_scale)
-    input, linear_weight, target, linear_bias = call.operands
-    step = rows_of_chunk(call)
-    gradients = accumulator_of(call, None, grads, step)
-    products = chunk_products(call, input, linear_weight, linear_bias, step)
+    input, target = call.operands.input, call.operands.target
+    of_head = products_and_gradients(call, (*grads, of_scale))
     tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     objective = call.objective(call.options, tokens)
-    loss.copy_(loss_and_gradients(call, products, gradients, objective, valid, column, losses, log_probs=log_probs))
+    loss.copy_(loss_and_gradients(call, *of_head, objective, valid, column, losses, log_probs=log_probs))
 
 
 @kernel_of(VocabParallelWithGrad, checks_target=True)
@@ -107,8 +92,8 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
     """
     loss, losses, *grads, argmax, _, _, _, _ = outputs
-    input, linear_weight, target, linear_bias, weight = call.operands
-    vocab_start, own, largest_shard = call.vocab_start, linear_weight.shape[0], shard_rows(call.vocab_size, call.ranks)
+    target, weight = call.operands.target, call.operands.weight
+    vocab_start, own = call.vocab_start, call.operands.num_classes
     valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
     objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
@@ -118,28 +103,14 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     exchange = Exchange(call.group, call.ranks)
     own_statistics = statistics_of_shard(call.statistics, losses)
     lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
-    matrices = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(call.statistics)
-    step = rows_beside_gradients(input, largest_shard, call.output_mask[1], matrices=matrices)
-    gradients = accumulator_of(call, None, grads, step)
-    products = chunk_products(call, input, linear_weight, linear_bias, step)
-    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
-    rows = (objective, valid, column, losses, own_statistics, own_weight)
-    loss.copy_(loss_and_gradients(call, products, gradients, *rows, shared=shared))
-    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
-
-
-def rows_of_chunk(call: Any, statistics: Statistics = NONE_ASKED, draws: Draws | None = None) -> int:
-    input, linear_weight = call.operands[:2]
-    in_block = product_is_rounded(input) + (call.logits.softcap is not None) + extra_matrices(statistics)
-    in_block += 2 * call.scale_gradient  # u, and G u
-    return rows_beside_gradients(
-        input,
-        linear_weight.shape[0],
-        call.output_mask[1],
-        matrices=draws is not None and needs_exact(call),
-        matrices_in_block=in_block + (draws is not None),
-        reserved=copy_bytes(linear_weight),
+    largest_shard = shard_rows(call.vocab_size, call.ranks)
+    products, gradients = products_and_gradients(
+        call, grads, extra_matrices(call.statistics), largest_shard=largest_shard
     )
+    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
+    of_rows = (objective, valid, column, losses, own_statistics, own_weight)
+    loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, shared=shared))
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
 
 
 class SharedRows:

@@ -75,18 +75,17 @@ def statistics_of_shards(
     lse: Tensor,  # (N,), of the whole rows
     log_share: Tensor,  # (R, N): lse_r - lse
 ) -> TokenStatistics:  # (N,)
+    """Only the entropy has a derivative."""
     _, _, entropy, squares, mean_logit = per_shard
+    # a rank without classes, or with a bias of -inf on all of them, has a share of 0, where s log s is 0
+    log_share = log_share.clamp(min=-1e4)
     share = log_share.exp()
-    if asked.entropy:  # a rank without classes, or with a bias of -inf on all of them, has a share of 0
+    if asked.entropy:
         entropy = torch.where(share == 0.0, 0.0, share * (entropy - log_share)).sum(0)
     if asked.log_sum_sq_probs:
-        squares = torch.where(share == 0.0, -torch.inf, 2.0 * log_share + squares).logsumexp(0)
-    return TokenStatistics(
-        lse=lse if asked.lse else None,
-        entropy=entropy,
-        log_sum_sq_probs=squares,
-        mean_logit=mean_logit.sum(0) if asked.mean_logit else None,
-    )
+        squares = torch.where(share == 0.0, -torch.inf, (2.0 * log_share + squares).detach()).logsumexp(0)
+    mean_logit = mean_logit.detach().sum(0) if asked.mean_logit else None
+    return TokenStatistics(None, lse if asked.lse else None, entropy, squares, mean_logit)
 
 
 def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
