@@ -12,7 +12,7 @@ from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace, LogitsBackward
 from .chunks import copied_rows
-from .gradients import Accumulator, GivenRows, add_gradients, draws_of, products_and_gradients
+from .gradients import Accumulator, GivenRows, draws_of, products_and_gradients, run_blocks
 from .logits import add_target_and_sum, softmax_factors, softmax_gradient, upcast
 from .valid_tokens import kernel_of
 
@@ -55,4 +55,4 @@ def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradi
         add_target_and_sum(softmax_gradient(logits, factors.of(rows)), column[rows], own, weight)
         return own.grad_lse
 
-    add_gradients(call, products, gradients, gradient)
+    run_blocks(call, products, gradient, gradients=gradients)

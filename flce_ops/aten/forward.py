@@ -10,8 +10,9 @@ from ..math.options import Statistics
 from ..math.shards import target_columns
 from ..math.statistics import two_sum
 from ..meta.arguments import Forward, LogitsForward
-from .chunks import block_bytes, chunk_products, copied_rows, copy_bytes, product_is_rounded, row_blocks, rows_per_chunk
-from .logits import activate, at_columns, extra_matrices, reduce_rows, upcast
+from .chunks import chunk_products, copied_rows, copy_bytes, product_is_rounded, rows_per_chunk
+from .gradients import run_blocks
+from .logits import at_columns, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -28,8 +29,8 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
         saved = outputs[-1].view(input.dtype)
         saved[:, num_classes:].zero_()
         saved[input.shape[0] :].zero_()
-    products = chunk_products(call, input, linear_weight, linear_bias, step)
-    numbers_of_rows(call, outputs, products, asked, saved)
+    products = chunk_products(call, input, linear_weight, linear_bias, step, saved=saved)
+    numbers_of_rows(call, outputs, products, asked)
 
 
 @kernel_of(LogitsForward, checks_target=True)
@@ -42,7 +43,6 @@ def numbers_of_rows(
     outputs: Sequence[Tensor],
     products: Iterable[tuple[slice, Tensor]],  # the rows of each chunk and their u, (n, V), which is overwritten
     asked: Statistics,
-    saved: Tensor | None = None,  # (R, ...) out: the products of the first R rows, for the backward kernel
 ) -> None:
     made = {result.name: output for result, output in zip(call.results, outputs)}
     input, target, weight = call.operands[0], call.operands.target, upcast(call.operands.weight, made["lse"].dtype)
@@ -52,20 +52,14 @@ def numbers_of_rows(
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight_sum = (num_classes if weight is None else weight.sum()) if call.logit_sum else None
-    nbytes = block_bytes(input)
-    for chunk, product in products:
-        if saved is not None and chunk.start < saved.shape[0]:
-            own = saved[chunk, :num_classes]
-            own.copy_(product[: own.shape[0]])
-        for rows, block, own_column, own_target_logit in row_blocks(
-            input, chunk, product, nbytes, column, made["target_logit"]
-        ):
-            logits = activate(block, call.logits)
-            at_target = at_columns(logits, own_column, own_target_logit)
-            own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
-            found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
-            lse, lse_rest = two_sum(found.row_max, found.log_sum)
-            for name, numbers in (found._asdict() | {"lse": lse, "lse_rest": lse_rest}).items():
-                if numbers is not None and name in made:
-                    made[name][rows] = numbers
-            del logits  # frees memory before the next block is allocated
+
+    def numbers(rows: slice, logits: Tensor, own_column: Tensor, own_target_logit: Tensor) -> None:
+        at_target = at_columns(logits, own_column, own_target_logit)
+        own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
+        found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
+        lse, lse_rest = two_sum(found.row_max, found.log_sum)
+        for name, of_rows in (found._asdict() | {"lse": lse, "lse_rest": lse_rest}).items():
+            if of_rows is not None and name in made:
+                made[name][rows] = of_rows
+
+    run_blocks(call, products, numbers, column, made["target_logit"])

@@ -7,7 +7,6 @@ gradient.
     exact    (n, V)    all of G, if only one of the two gradients is sparse
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from .chunks import (
     rows_of,
     rows_per_chunk,
 )
-from .logits import activate_with_slope, apply_slope
+from .logits import activate, activate_with_slope, apply_slope
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -62,28 +61,33 @@ def rows_beside_gradients(
     return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
-def add_gradients(
+def run_blocks(
     call: Any,
     products: Iterable[tuple[slice, Tensor]],  # the rows of each chunk and their u, (n, V), which is overwritten with G
-    gradients: "Accumulator",
-    gradient: Callable[..., Tensor | None],  # (rows, z, *vectors): makes G by z in place; returns lse's cotangent, (n,)
+    work: Callable[..., Tensor | None],  # (rows, z, *vectors): makes G by z in place; returns lse's cotangent, (n,)
     *vectors: Tensor,  # (N, ...)
-    whole: bool = False,  # a chunk is one block
+    gradients: "Accumulator | None" = None,  # None: `work` makes no G
+    nbytes: int | None = None,  # of a matrix of a block
 ) -> None:
     input = call.operands[0]
-    nbytes = sys.maxsize if whole else block_bytes(input)
+    nbytes = block_bytes(input) if nbytes is None else nbytes
     for chunk, product in products:
         for rows, block, *own in row_blocks(input, chunk, product, nbytes, *vectors):
+            if gradients is None:
+                work(rows, activate(block, call.logits), *own)
+                continue
             u = gradients.kept(block)
             logits, slope = activate_with_slope(block, call.logits)
-            grad_lse = gradient(rows, logits, *own)
+            grad_lse = work(rows, logits, *own)
             gradients.add_bias(apply_slope(logits, slope))
             gradients.add_scale(logits, u)
             gradients.keep(logits, grad_lse, chunk, rows)
             gradients.round_block(block, logits)
-            del logits, slope, u  # frees memory before the next block is allocated
-        gradients.add_products(chunk, product)
-    gradients.finish()
+            del block, logits, slope, u  # frees memory before the next block is allocated
+        if gradients is not None:
+            gradients.add_products(chunk, product)
+    if gradients is not None:
+        gradients.finish()
 
 
 class Accumulator:
@@ -161,11 +165,11 @@ class GradientAccumulator(Accumulator):
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
 
-    def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        """Adds the products of a chunk's G, (n, V). `input` replaces self.input[rows]."""
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        """Adds the products of a chunk's G, (n, V)."""
         rounded = grad_logits.to(self.input.dtype)
         self.add_to_input(rows, rounded)
-        self.add_to_weight(rows, rounded, input)
+        self.add_to_weight(rows, rounded)
 
     def add_to_input(self, rows: slice, rounded: Tensor) -> None:
         if self.mask[0] and readable(self.linear_weight):
@@ -174,10 +178,10 @@ class GradientAccumulator(Accumulator):
             for features, weight in readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])
 
-    def add_to_weight(self, rows: slice, rounded: Tensor, input: Tensor | None) -> None:
+    def add_to_weight(self, rows: slice, rounded: Tensor) -> None:
         if not self.mask[1]:
             return
-        input = rows_of(self.input, rows) if input is None else input
+        input = rows_of(self.input, rows)
         if self.weight_sum.dtype == self.input.dtype:
             self.weight_sum.addmm_(rounded.T, input)
         elif not product_is_rounded(input):
@@ -252,14 +256,14 @@ class SparseAccumulator(GradientAccumulator):
             part = slice(start, start + at_once)
             keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part))
 
-    def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         if self.exact is None:
-            super().add_products(rows, grad_logits, input)
+            super().add_products(rows, grad_logits)
             return
         sparse, exact = (of.to(self.input.dtype) for of in (grad_logits, self.exact[: grad_logits.shape[0]]))
         of_input, of_weight = self.sparse.products(self.mask)
         self.add_to_input(rows, sparse if of_input else exact)
-        self.add_to_weight(rows, sparse if of_weight else exact, input)
+        self.add_to_weight(rows, sparse if of_weight else exact)
 
 
 def products_and_gradients(

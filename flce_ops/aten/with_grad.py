@@ -37,8 +37,8 @@ from ..meta.arguments import (
 )
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
-from .chunks import copied_rows
-from .gradients import Accumulator, GivenRows, add_gradients, draws_of, products_and_gradients
+from .chunks import WHOLE_CHUNK, copied_rows
+from .gradients import Accumulator, GivenRows, draws_of, products_and_gradients, run_blocks
 from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
@@ -194,7 +194,7 @@ def cross_entropy_and_gradients(
 
 def loss_and_gradients(
     call: Any,
-    products: Iterable[tuple[slice, Tensor]],  # as of add_gradients
+    products: Iterable[tuple[slice, Tensor]],  # as of run_blocks
     gradients: Accumulator,
     objective: RowObjective,
     valid: Tensor,  # (N,)
@@ -245,6 +245,6 @@ def loss_and_gradients(
         return cotangents.grad_lse
 
     of_rows = (column, valid, reduction.scale_of_tokens(valid, losses.dtype), losses)
-    # if ranks share the vocabulary, a chunk is one block: one exchange a chunk
-    add_gradients(call, products, gradients, gradient, *of_rows, whole=shared is not None)
+    nbytes = None if shared is None else WHOLE_CHUNK  # one exchange a chunk
+    run_blocks(call, products, gradient, *of_rows, gradients=gradients, nbytes=nbytes)
     return reduction.loss(zero_where_ignored(call.operands[0], losses), valid)
