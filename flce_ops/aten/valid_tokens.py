@@ -24,30 +24,14 @@ from torch import Tensor
 from .. import meta
 from ..math.topk import tokens_that_count
 from ..meta.call import ZERO, Arguments, AtIgnored, takes
-from ..objectives.row import RowObjective
+from ..meta.shapes import AXES, BY_CLASS
 from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
-MATRICES = {"input": 0.0, "logits": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
-VECTORS = {  # (..., N)
-    *(name for objective in RowObjective.named.values() for name in objective.tokens_of._fields),
-    "row_scale",
-    "lse",
-    "lse_rest",
-    "expected_log_prob",
-    "grad",
-    "grad_lse",
-    "grad_logit_sum",
-    "grad_expected_log_prob",
-    "shift",
-    "teacher_shift",
-    "student_kl",
-    "divergence",
-    "token",
-}
-PER_TARGET = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
+MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes[0] == "N" and len(axes) == 2}
+VECTORS = {name for name, axes in AXES.items() if axes == "N"} | {"shift", "teacher_shift", "student_kl", "token"}
 SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
 
 
@@ -161,7 +145,7 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
             return None if name == "valid" else value
         if name in MATRICES:
             return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]))
-        if name in PER_TARGET:
+        if name in BY_CLASS:
             return value.index_select(0, indices)
         return value.index_select(-1, indices) if name in VECTORS and value.shape[-1] else value
 
