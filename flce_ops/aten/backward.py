@@ -12,7 +12,7 @@ from ..math.shards import target_columns
 from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace, LogitsBackward
 from .chunks import copied_rows
-from .gradients import Accumulator, GivenRows, draws_of, products_and_gradients, run_blocks
+from .gradients import GivenRows, GradientAccumulator, draws_of, products_and_gradients, run_blocks
 from .logits import add_target_and_sum, softmax_factors, softmax_gradient, upcast
 from .valid_tokens import kernel_of
 
@@ -43,7 +43,7 @@ def gradients_of_head(call: Backward, grads: Sequence[Tensor], draws: Draws | No
     gradients_of_rows(call, *products_and_gradients(call, grads, in_block, draws, retained))
 
 
-def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: Accumulator) -> None:
+def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: GradientAccumulator) -> None:
     operands, start = call.operands, vars(call).get("vocab_start", 0)
     valid, hit, column = target_columns(operands.target, call.ignore_index, start, operands.num_classes)
     cotangents = call.cotangents.masked(hit, valid, call.lse.dtype)

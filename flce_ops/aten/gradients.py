@@ -66,7 +66,7 @@ def run_blocks(
     products: Iterable[tuple[slice, Tensor]],  # the rows of each chunk and their u, (n, V), which is overwritten with G
     work: Callable[..., Tensor | None],  # (rows, z, *vectors): makes G by z in place; returns lse's cotangent, (n,)
     *vectors: Tensor,  # (N, ...)
-    gradients: "Accumulator | None" = None,  # None: `work` makes no G
+    gradients: "GradientAccumulator | None" = None,  # None: `work` makes no G
     nbytes: int | None = None,  # of a matrix of a block
 ) -> None:
     input = call.operands[0]
@@ -90,57 +90,26 @@ def run_blocks(
         gradients.finish()
 
 
-class Accumulator:
-    """Receives the G of chunks."""
-
-    def add_bias(self, grad_logits: Tensor) -> None: ...
-
-    def kept(self, product: Tensor) -> Tensor | None: ...
-
-    def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None: ...
-
-    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None: ...
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
-
-    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class GivenRows(Accumulator):
-    """Writes G to the rows of grad_logits."""
-
-    def __init__(self, grad_logits: Tensor) -> None:
-        self.grad_logits = grad_logits
-
-    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
-        self.grad_logits[rows] = grad_logits
-
-
-class GradientAccumulator(Accumulator):
-    """Adds each chunk's G to the gradients that `output_mask` asks for."""
+class GradientAccumulator:
+    """Receives the G of chunks, and adds each to the gradients that `output_mask` asks for."""
 
     def __init__(
         self,
-        input: Tensor,  # (N, D)
-        linear_weight: Tensor,  # (V, D)
+        call: Any,
         grads: Sequence[Tensor],  # in the order of meta.outputs.Gradients; without the last, of ranks that share V
-        mask: list[bool],
         rows: int,  # of a chunk
-        *,
-        logit_scale: Tensor | None = None,  # (), given if it gets a gradient
-        adds: bool = False,  # add to what grad_linear_weight holds; otherwise overwrite it
     ) -> None:
-        self.input, self.linear_weight, self.mask = input, linear_weight, mask
+        (self.input, self.linear_weight, *_), self.mask = call.operands, call.output_mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias, *of_scale = grads
-        accumulate = accumulation_dtype(input.dtype)
+        accumulate = accumulation_dtype(self.input.dtype)
+        # into main_grad the user's buffer is added to, otherwise the result is overwritten
+        adds = isinstance(call, BackwardInPlace)
         self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
-        if sums_in_float32(input, self.weight_sum.numel(), cdiv(input.shape[0], rows)):
+        if sums_in_float32(self.input, self.weight_sum.numel(), cdiv(self.input.shape[0], rows)):
             self.weight_sum = self.weight_sum.to(accumulate)  # the same tensor if it has that dtype
-        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
-        self.logit_scale, self.grad_logit_scale = logit_scale, None
-        if logit_scale is not None:
+        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if self.mask[2] else None
+        self.logit_scale, self.grad_logit_scale = call.logits.logit_scale, None
+        if vars(call).get("scale_gradient"):
             self.grad_logit_scale = of_scale[0].zero_()
 
     def add_bias(self, grad_logits: Tensor) -> None:
@@ -159,6 +128,9 @@ class GradientAccumulator(Accumulator):
         """
         if product is not None:
             self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
+
+    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
+        """Every entry is kept."""
 
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
         """Copies the G of some rows over their logits, unless G was made there."""
@@ -203,6 +175,21 @@ class GradientAccumulator(Accumulator):
             self.grad_logit_scale.div_(self.logit_scale)
 
 
+class GivenRows(GradientAccumulator):
+    """Writes G to the rows of grad_logits."""
+
+    bias_sum = grad_logit_scale = None
+
+    def __init__(self, grad_logits: Tensor) -> None:
+        self.grad_logits = grad_logits
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        self.grad_logits[rows] = grad_logits
+
+    def finish(self) -> None:
+        """All is written."""
+
+
 # keep_entries runs on this fraction of the rows at a time: it needs eight times the memory of its input, a 64-bit
 # integer for each entry
 PARTS = 8
@@ -228,19 +215,12 @@ def needs_exact(call: Any) -> bool:
 class SparseAccumulator(GradientAccumulator):
     """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
-    def __init__(
-        self,
-        call: Call,
-        draws: Draws,
-        grads: Sequence[Tensor],
-        rows: int,  # of a chunk
-    ) -> None:
-        input, linear_weight = call.operands[:2]
-        super().__init__(input, linear_weight, grads, call.output_mask, rows, logit_scale=scale_to_learn(call))
-        self.sparse, self.logits, self.draws = call.sparse, call.logits, draws
+    def __init__(self, call: Call, draws: Draws, grads: Sequence[Tensor], rows: int) -> None:
+        super().__init__(call, grads, rows)
+        self.sparse, self.draws = call.sparse, draws
         self.exact = None
         if needs_exact(call):
-            self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
+            self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=product_dtype(self.input))
 
     def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
         """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); None for 0."""
@@ -248,8 +228,7 @@ class SparseAccumulator(GradientAccumulator):
             slope = grad_logits.new_zeros(grad_logits.shape[0])
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
-        logit_scale = self.logits.logit_scale
-        slope = slope if logit_scale is None else slope * logit_scale
+        slope = slope if self.logit_scale is None else slope * self.logit_scale
         draws, count = self.draws.of(rows), grad_logits.shape[0]
         at_once = count // PARTS + 1
         for start in range(0, count, at_once):
@@ -294,13 +273,4 @@ def products_and_gradients(
 
 
 def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
-    if draws is not None:
-        return SparseAccumulator(call, draws, grads, rows)
-    input, linear_weight = call.operands[:2]
-    adds = isinstance(call, BackwardInPlace)
-    scale = scale_to_learn(call)
-    return GradientAccumulator(input, linear_weight, grads, call.output_mask, rows, logit_scale=scale, adds=adds)
-
-
-def scale_to_learn(call: Any) -> Tensor | None:  # ()
-    return call.logits.logit_scale if vars(call).get("scale_gradient") else None
+    return GradientAccumulator(call, grads, rows) if draws is None else SparseAccumulator(call, draws, grads, rows)

@@ -104,15 +104,17 @@ def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
 
 def divergences(
     call: KlDivForward | KlDivWithGrad | KlDivBackward,
-    of_rows: Sequence[
-        Tensor | None
-    ],  # out: the results of KlDivForward; without the first in backward, which reads them
+    of_rows: Sequence[Tensor | None],  # the results of KlDivForward, out; in backward they are given but for the first
     grads: Sequence[Tensor] | None = None,  # out
     row_scale: Tensor | None = None,  # (N,)
 ) -> None:
     """Runs one pass over the logits: computes the divergence of every row, and the gradients if they are wanted."""
     operands, options = call.operands, call.options
     divergence, shift, teacher_shift, student_kl = of_rows
+    kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
+    # given probabilities need not add up to 1, so their sum is needed
+    weighed = operands.teacher_probs is not None and not kind.of_student
+    of_forward = vars(call).get("divergence")  # for a shifted kind
     step, teacher, start = rows_of_chunk(call, grads is not None), None, 0
     gradients = None if grads is None else accumulator_of(call, None, grads, step)
 
@@ -134,55 +136,38 @@ def divergences(
             if divergence is None:
                 logits.sub_(known[0, rows, None])
             logits.sub_(known[1, rows, None])
-        scale = None if row_scale is None else row_scale[rows].unsqueeze(1)
-        finish_rows(call, log_q, log_p, rows, divergence, student_kl, scale)
+        number: Tensor | float = 1.0
+        offset = None if of_forward is None else of_forward[rows]
+        if divergence is None and kind.of_student:
+            number = student_kl[rows]
+        elif divergence is not None or weighed:
+            lowest = None  # (n, 1), a shift of the row
+            if kind.shifted:
+                least = finite_maximum(torch.minimum(log_q, log_p))
+                least = all_gather(least, options.group, options.ranks).amax(0)
+                lowest = torch.where(least < LEAST_UNSHIFTED, least, 0.0)
+            sums = row_sums(kind, blocks(log_q, log_p, alone), beta if lowest is None else lowest, weighed)
+            numbers: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
+            numbers += () if lowest is None else (lowest.squeeze(1),)
+            value, number = kind.of_sums(numbers, beta)
+            offset = None if kind.offset_of_sums is None else kind.offset_of_sums(numbers)
+        if divergence is not None:
+            valid = operands.valid
+            divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
+            if kind.of_student:
+                student_kl[rows] = number
+        if row_scale is not None:
+            scale = row_scale[rows].unsqueeze(1)
+            for block, block_q, block_p in blocks(log_q, log_p, alone):
+                of_row: Any = number if isinstance(number, float) else number[block].unsqueeze(1)
+                if offset is not None:
+                    of_row = of_row, offset[block].unsqueeze(1)
+                block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
 
     # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
     # summed before any gradient is made, so there is one block.
-    nbytes = block_bytes(operands.input) // BLOCKS if options.ranks == 1 else WHOLE_CHUNK
+    nbytes = block_bytes(operands.input) // BLOCKS if alone else WHOLE_CHUNK
     run_blocks(call, products(), work, gradients=gradients, nbytes=nbytes)
-
-
-def finish_rows(
-    call: KlDivForward | KlDivWithGrad | KlDivBackward,
-    log_q: Tensor,  # (n, V), overwritten with G if it is wanted
-    log_p: Tensor,  # (n, V)
-    rows: slice,  # the rows of the next two
-    divergence: Tensor | None,  # (N,) out; None: `student_kl` is given
-    student_kl: Tensor,  # (N,)
-    scale: Tensor | None,  # (n, 1); None if no gradient is wanted
-) -> None:
-    operands, options = call.operands, call.options
-    kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
-    # given probabilities need not add up to 1, so their sum is needed
-    weighed = operands.teacher_probs is not None and not kind.of_student
-    number: Tensor | float = 1.0
-    known = vars(call).get("divergence")  # of forward, for a shifted kind
-    offset = None if known is None else known[rows]
-    if divergence is None and kind.of_student:
-        number = student_kl[rows]
-    elif divergence is not None or weighed:
-        shift = None  # (n, 1)
-        if kind.shifted:
-            least = finite_maximum(torch.minimum(log_q, log_p))
-            least = all_gather(least, options.group, options.ranks).amax(0)
-            shift = torch.where(least < LEAST_UNSHIFTED, least, 0.0)
-        sums = row_sums(kind, blocks(log_q, log_p, alone), beta if shift is None else shift, weighed)
-        of_rows: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
-        of_rows += () if shift is None else (shift.squeeze(1),)
-        value, number = kind.of_sums(of_rows, beta)
-        offset = None if kind.offset_of_sums is None else kind.offset_of_sums(of_rows)
-    if divergence is not None:
-        valid = operands.valid
-        divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
-        if kind.of_student:
-            student_kl[rows] = number
-    if scale is not None:
-        for block, block_q, block_p in blocks(log_q, log_p, alone):
-            of_row: Any = number if isinstance(number, float) else number[block].unsqueeze(1)
-            if offset is not None:
-                of_row = of_row, offset[block].unsqueeze(1)
-            block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
 
 
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)

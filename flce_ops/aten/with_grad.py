@@ -1,8 +1,8 @@
 """The operators that make a scalar loss and its gradients in one pass over the logits, of a head or given ones.
 
-loss_and_gradients makes the G of a block: an objective (flce_ops/objectives) computes a row's loss and slopes, an
-Accumulator receives G, and SharedRows exchanges row numbers if ranks share the vocabulary. `..._with_grad_` writes G
-over the logits.
+loss_and_gradients makes the G of a block: an objective (flce_ops/objectives) computes a row's loss and slopes, a
+GradientAccumulator receives G, and SharedRows exchanges row numbers if ranks share the vocabulary. `..._with_grad_`
+writes G over the logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ from ..meta.arguments import (
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from .chunks import WHOLE_CHUNK, copied_rows
-from .gradients import Accumulator, GivenRows, draws_of, products_and_gradients, run_blocks
+from .gradients import GivenRows, GradientAccumulator, draws_of, products_and_gradients, run_blocks
 from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
@@ -174,7 +174,7 @@ def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNum
 def cross_entropy_and_gradients(
     call: WithGrad | LogitsWithGrad,
     products: Iterable[tuple[slice, Tensor]],
-    gradients: Accumulator,
+    gradients: GradientAccumulator,
     losses: Tensor,
     statistics: TokenStatistics,
 ) -> Tensor:  # ()
@@ -195,7 +195,7 @@ def cross_entropy_and_gradients(
 def loss_and_gradients(
     call: Any,
     products: Iterable[tuple[slice, Tensor]],  # as of run_blocks
-    gradients: Accumulator,
+    gradients: GradientAccumulator,
     objective: RowObjective,
     valid: Tensor,  # (N,)
     column: Tensor,  # (N, 1) or (N, K)

@@ -54,19 +54,16 @@ class Rows(NamedTuple):
         return changed(TokenStatistics.found(asked, found), torch.Tensor.detach)
 
 
-def asked_of_forward(asked: Statistics) -> dict[str, bool]:
-    """The forward operator's flags for these statistics. It always returns lse."""
+def asked_of_rows(problem: Any) -> dict[str, bool]:
+    """The forward operator's flags for the statistics and the losses of TokenLosses. It always returns lse."""
+    asked = problem.statistics
     return {
+        "logit_sum": problem.loss.label_smoothing != 0.0,
         "expected_log_prob": asked.entropy,
         "argmax": asked.argmax,
         "log_sum_sq_probs": asked.log_sum_sq_probs,
         "mean_logit": asked.mean_logit,
     }
-
-
-def asked_of_rows(problem: Any) -> dict[str, bool]:
-    """The same, and what the losses of a cross-entropy need. `problem` is TokenLosses, or a call."""
-    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
 
 
 def statistics_of_shards(
