@@ -11,7 +11,7 @@ from .entry.arguments import ReductionName, check_ignore_index, check_ranges, ch
 from .functional import linear_cross_entropy
 from .functional.public import refuse_misnamed, typed
 from .math.sparse_gradient import Mode, Operand, SparseGradient
-from .meta.checks import check_per_class, check_sparse_options
+from .meta.checks import check_per_class, check_sparse
 
 # D in_features, V classes
 
@@ -34,7 +34,7 @@ def check_options(module: nn.Module) -> None:
     op, options = type(module).__name__, options_of(module)
     check_ignore_index(op, options["ignore_index"])
     check_ranges(op, **options)
-    check_sparse_options(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
+    check_sparse(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
 
 
 class LinearCrossEntropyLoss(nn.Module):
