@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import LogitOperands, Operands, Statistics, TokenStatistics, changed
+from ..math.options import LogitOperands, Operands, Statistics, TokenStatistics
 from ..math.reduction import Reduction
 from ..math.shards import (
     Exchange,
@@ -26,9 +26,11 @@ from ..math.shards import (
 from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
-from ..meta.arguments import LogitsWithGrad, PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
+from ..meta.arguments import LogitsWithGrad, TokenLossWithGrad, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
+from ..objectives.token_losses import token_loss_named
+from ..objectives.token_objective import FunctionObjective
 from .chunks import block_bytes, chunk_products, copy_bytes, product_is_rounded, row_blocks
 from .gradients import Accumulator, SparseAccumulator, accumulator_of, draws_of, needs_exact, rows_beside_gradients
 from .logits import activate_with_slope, add_target_and_sum, apply_slope, upcast
@@ -52,17 +54,18 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = N
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
 
-@kernel_of(PolicyWithGrad, checks_target=True)
-def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(TokenLossWithGrad, checks_target=True)
+def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs, of_scale = outputs
     grads.append(of_scale)
     input, linear_weight, target, linear_bias = call.operands
     step = rows_of_chunk(call)
     gradients = accumulator_of(call, None, grads, step)
     products = chunk_products(call, input, linear_weight, linear_bias, step)
-    tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
-    valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
-    objective = call.objective(call.options, tokens)
+    tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
+    valid, _, column = target_columns(target, call.ignore_index, 0, linear_weight.shape[0])
+    counts = target != call.ignore_index if target.dim() == 2 else None
+    objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
     of_tokens = RowsOfTokens(input, objective, valid, column, call.reduction, losses, log_probs=log_probs)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
@@ -178,7 +181,7 @@ class RowsOfTokens(NamedTuple):
     reduction: Reduction
     losses: Tensor  # out, as are the next two
     statistics: TokenStatistics = TokenStatistics()
-    log_probs: Tensor | None = None
+    log_probs: Tensor | None = None  # (N,) or (N, K), of a token function
     class_weight: Tensor | None = None  # (V,)
     num_classes: int = 0
     shared: SharedRows | None = None
@@ -244,11 +247,14 @@ def loss_and_gradients(
                     rows, numbers, lse, lse_rest, target_logit
                 )
             own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-            distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
+            # ignored rows may have inf
+            distance = torch.where(beside_topk(own_valid, distance), distance, own.surprisal_at_ignored)
+            if log_probs is not None:
+                counts = own_valid if own.weight is None else own.weight
+                log_probs[rows] = torch.where(counts, -distance, 0.0)
+                lse = torch.where(own_valid, lse, 0.0)
             found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
             own_losses.copy_(found)
-            if log_probs is not None:
-                log_probs[rows] = -distance
             cotangents = own.cotangents(slopes, own_scale)
             factor = cotangents.grad_lse / row_sum if shared is None else cotangents.grad_lse * normalizer
             grad_logits = logits.mul_(factor[:, None])
