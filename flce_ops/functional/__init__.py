@@ -7,6 +7,7 @@ loss.py         linear_cross_entropy
 log_probs.py    linear_log_probs
 kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
+token_loss.py   linear_token_loss
 logits.py       cross_entropy of given logits
 public.py       makes a public function from its signature: checks types by name, and calls its operator
 names.py        hints for a wrong argument: other libraries' names
@@ -18,6 +19,7 @@ from .log_probs import LinearLogProbs, linear_log_probs
 from .logits import cross_entropy
 from .loss import LinearCrossEntropyMetrics, linear_cross_entropy
 from .policy import LinearPolicyResult, linear_policy_loss
+from .token_loss import linear_token_loss
 
 __all__ = [
     "LinearCrossEntropyMetrics",
@@ -28,4 +30,5 @@ __all__ = [
     "linear_kl_div",
     "linear_log_probs",
     "linear_policy_loss",
+    "linear_token_loss",
 ]

@@ -75,10 +75,10 @@ def shard():
     with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **of_rank, **every)
 
 def policy(objective="ppo", beta=number, kl_estimator="k3"):
-    operands = (input, weight, target, None, per_token, per_token, per_token, None, None)
-    options = {"dual_clip": number if objective == "ppo" else None, "beta": beta, "kl_estimator": kl_estimator}
-    clip = {"clip_low": number, "clip_high": number}
-    with_grad.launch_policy_with_grad(*operands, objective=objective, **options, **clip, **every)
+    policy = ".".join(("flce_ops", objective, "old", *([kl_estimator] if beta is not None else [])))
+    bounds = [number] * (3 if objective == "ppo" else 2)
+    tensors = [per_token, per_token, *bounds, *([per_token, number] if beta is not None else [])]
+    with_grad.launch_token_loss_with_grad(input, weight, target, None, policy, tensors, None, **every)
 
 def rows(**options):
     options = {"expected_log_prob": True, **options}

@@ -32,7 +32,7 @@ from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
-from .two_sum import sum_from_lse, surprisal_in_nats
+from .two_sum import sum_from_lse
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     column: Tensor  # (n,) int64, the target's column; -1 if this rank does not have it
     reduction: Reduction | None  # (N,) row scales g_i, or a mean; None for g_i = 1
     losses: Tensor | None  # (N,) out
-    log_probs: Tensor | None  # (N,) out
+    log_probs: Tensor | None  # (N,) or (N, K) out, of a token function: token_numbers.py
 
 
 class WholeRows(NamedTuple):
@@ -91,6 +91,35 @@ def with_shares(row_sum, shares, SOFT: tl.constexpr):
         return tl.maximum(row_sum, tl.max(shares, 0), propagate_nan=tl.PropagateNan.ALL)
     else:
         return tl.where(row_sum < shares, shares, row_sum)
+
+
+@triton.jit
+def row_sums(
+    tokens,
+    sums,
+    i,
+    reference,
+    count,
+    n,
+    T,
+    TOPK: tl.constexpr,
+    SOFT: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Z of the rows i; 1 for rows from `count` on."""
+    mask = i < count
+    if sums.tiles is None:
+        row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    else:
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & mask
+        logit = tl.load(tokens.target_logit + i.to(tl.int64) * TOPK + k, mask=inside, other=0.0)
+        here = tl.load(tokens.column + i.to(tl.int64) * TOPK + k, mask=inside, other=-1) >= 0
+        row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
+    return row_sum
 
 
 @triton.jit
@@ -133,6 +162,7 @@ def finish_rows_kernel(
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
+    BY_ROW: tl.constexpr,  # the objective's tensors are by rows of the chunk, not by tokens
     SCALED: tl.constexpr,  # a reduction multiplies the factors
     TOPK: tl.constexpr,
     SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
@@ -150,19 +180,13 @@ def finish_rows_kernel(
     count = valid_rows(tokens.valid_tokens, n)
     mask = i < count
     token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
-    at = (token, mask)
-    row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
+    own = token
+    if BY_ROW:
+        own = i
+    at = (own, mask)
+    row_topk, own_topk = i.to(tl.int64) * TOPK, own.to(tl.int64) * TOPK
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    if sums.tiles is None:
-        row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    else:
-        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
-    for start in range(0, TOPK, BLOCK_TOPK):
-        k = start + tl.arange(0, BLOCK_TOPK)
-        inside = (k < TOPK) & mask
-        logit = tl.load(tokens.target_logit + row_topk + k, mask=inside, other=0.0)
-        here = tl.load(tokens.column + row_topk + k, mask=inside, other=-1) >= 0
-        row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
+    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK, BLOCK_T)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
     lse2 = reference + log2_sum
@@ -185,11 +209,8 @@ def finish_rows_kernel(
             distance = (reference - logit) + log2_sum
         weight = None
         if objective.weight is not None:
-            weight = tl.load(objective.weight + token_topk + k, mask=inside, other=0.0)
+            weight = tl.load(objective.weight + own_topk + k, mask=inside, other=0.0)
         surprisal = distance * LN2
-        if tokens.log_probs is not None:
-            log_prob = -surprisal_in_nats(logit, reference, log2_sum)
-            tl.store(tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=i < n)
         of_target, slope_of_target = OF_TARGET(surprisal, weight, at, objective)
         if SOFT:  # a class of weight 0 may be switched off by a bias of -inf
             of_target = tl.where(weight == 0.0, 0.0, of_target)
@@ -229,7 +250,7 @@ def finish_rows_kernel(
         column = tl.load(tokens.column + row_topk + k, mask=inside, other=-1)
         slope_of_entry = slope
         if SOFT:
-            weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + token_topk, TOPK, BLOCK_TOPK)
+            weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + own_topk, TOPK, BLOCK_TOPK)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
         # an infinite row factor (a normalizer of 0) makes the entry inf - inf, which is nan, as is every sum over it
@@ -321,6 +342,7 @@ def launch_finish_rows(
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,
+        BY_ROW=objective.by_row,
         SCALED=tokens.reduction is not None,
         TOPK=topk,
         SOFT=soft,

@@ -21,6 +21,7 @@ from ...math.options import Operands, Statistics, TokenStatistics
 from ...math.reduction import Reduction
 from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
+from ...objectives.token_objective import FunctionObjective
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import Finish
@@ -32,6 +33,7 @@ from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics, sums_for
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
+from ..rows.token_numbers import launch_token_function
 from ..rows.valid_tokens import ValidTokens
 from .chunking import Chunking
 from .chunks import padded
@@ -134,12 +136,17 @@ class OnePassStep:
             launch_sum_tiles(sums.tiles, sums.exponentials, tokens.valid_tokens)
             sums = sums._replace(tiles=None)
             gathered = gather(shard_numbers(tokens, sums, self.call.vocab_start))
+        objective = self.per_token.objective
+        if isinstance(objective, FunctionObjective):
+            start = tokens.valid_tokens.start
+            objective = objective.of(slice(start, start + rows.shape[0]))
+            objective, sums = launch_token_function(objective, tokens, sums)
         few = self.scales_rows and rows.shape[0] == self.tokens <= TOKENS_AT_MOST
         self.rest = torch.empty_like(rows) if few else None
         finished = launch_finish_rows(
             tokens,
             sums,
-            self.per_token.objective,
+            objective,
             exponentials,
             logit_options=self.call.logits,
             scaled=rows if self.scales_rows else None,
