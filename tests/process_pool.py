@@ -161,6 +161,9 @@ def serve(rank: int, size: int, device_type: str, rendezvous: str, tasks, result
     device, backend = torch.device("cpu"), "gloo"
     if device_type != "cuda":
         interpreter.remember_what_is_patched()
+        interpreter.demand_boolean_masks()
+        # A write beside an argument fails by name here. Without this check it ends the process in a later case.
+        interpreter.check_addresses(pytest.MonkeyPatch())
     else:
         # NVLink multicast needs exclusive use of the host's whole fabric
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
