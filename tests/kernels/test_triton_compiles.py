@@ -98,26 +98,6 @@ def sparse():
     loss(gradient_threshold=0.02, gradient_mode="unbiased", gradient_seed=torch.empty((), dtype=torch.int64))
 """
 
-GRIDS = """
-grids = []
-
-def look(kernel, grid, args, options):
-    grids.append((kernel.__name__, grid))
-
-for call in (loss, rows, divergence, logits, sparse):
-    before = len(grids)
-    call()
-    assert len(grids) > before, call
-print(json.dumps([(name, grid) for name, grid in grids if max(grid[1:], default=0) > 65535]))
-"""
-
-
-def test_only_the_first_dimension_of_a_grid_grows_with_the_tokens():
-    """CUDA has room for 65,535 programs in the others."""
-    done = run_script(ON_META + GRIDS, "90", str(2**21 + 5), "64", "150")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
-
 
 OBJECTIVES = """
 OF_ROWS = "finish_rows_kernel", "finish_forward_kernel", "row_statistics_kernel"
