@@ -6,14 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fresh_process import ROOT, run_script
-
-
-def run_fresh(script: str) -> str:
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
+from fresh_process import ROOT, run_fresh, run_script
 
 TRAIN = """
 import torch

@@ -40,6 +40,13 @@ def make_adapted(name: str = "Llama", *, patch_first: bool, **options):
     return (ours if patch_first else patch(ours)), theirs
 
 
+def give_the_same_weights(ours, theirs):
+    """Each model has drawn its own adapters."""
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            other.copy_(mine)
+
+
 def check_patched(ours, theirs, *, logits=False):
     batch = make_batch()
     assert has_logits(ours(**batch)) == logits
@@ -128,9 +135,7 @@ ADAPTERS_OF_THE_HEAD = {
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi, head with bias"])
 def test_kinds_of_lora_on_the_head(name, kind, patch_first):
     ours, theirs = make_adapted(name, patch_first=patch_first, **ON_THE_HEAD | ADAPTERS_OF_THE_HEAD[kind])
-    with torch.no_grad():
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            other.copy_(mine)
+    give_the_same_weights(ours, theirs)
     trained = trained_in_head(ours, theirs, make_batch())
     assert {name.split(".")[-3] for name in trained} >= {"lora_A", "lora_B"}
 
@@ -214,9 +219,7 @@ def test_trainable_tokens_disabled_merged_and_of_another_adapter(case):
     for model in (ours, theirs):
         model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", **options))
         model.set_adapter("second")
-    with torch.no_grad():
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            other.copy_(mine)
+    give_the_same_weights(ours, theirs)
     check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
     ours.merge_adapter(), theirs.merge_adapter()
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
@@ -303,9 +306,7 @@ def test_adapters_on_the_head_that_are_several_dropped_out_disabled_merged():
     for model in (ours, theirs):
         model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False, **ON_THE_HEAD))
         model.base_model.set_adapter(["default", "second"])
-    with torch.no_grad():  # each model has drawn its own adapters
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            other.copy_(mine)
+    give_the_same_weights(ours, theirs)
     torch.manual_seed(5)
     found = loss_and_gradients(ours.train(), **batch)
     torch.manual_seed(5)

@@ -10,14 +10,12 @@ import pytest
 import torch
 from fresh_process import ROOT
 from inputs import make_inputs
+from marks import ON_CUDA
 from reference_loss import error, plain_loss, run, run_reference
 
 import flce_ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 
 MiB = 2**20
 OPTIONS = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fresh_process import run_script
+from fresh_process import run_fresh
 
 pytest.importorskip("triton")
 
@@ -30,8 +30,7 @@ for kernel in kernels:
 
 
 def test_no_kernel_is_compiled_again_because_the_number_of_tokens_is_one_or_a_multiple_of_16():
-    done = run_script(SPECIALIZED)
-    assert done.returncode == 0, done.stderr
+    run_fresh(SPECIALIZED)
 
 
 # operands without memory, and every way to launch; `look(kernel, grid, arguments, options)` stands for a launch
@@ -132,8 +131,7 @@ assert compiled[-1] == "rows_kernel"
 
 
 def test_kernels_of_objectives_compile_for_a_gpu():
-    done = run_script(ON_META + OBJECTIVES, "90", "256", "64", "1000")
-    assert done.returncode == 0, done.stderr
+    run_fresh(ON_META + OBJECTIVES, "90", "256", "64", "1000")
 
 
 EVERY_KERNEL = """
@@ -160,6 +158,4 @@ KIB = 1 << 10
 # bytes of shared memory that a block may have: A100, H100 and H200, B200, RTX 5090; an RTX 4090 has as few as that
 @pytest.mark.parametrize(("card", "limit"), [(80, 163 * KIB), (90, 227 * KIB), (100, 227 * KIB), (120, 99 * KIB)])
 def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, limit):
-    done = run_script(ON_META + EVERY_KERNEL, str(card), "8192", "512", "32003", str(limit))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {}
+    assert json.loads(run_fresh(ON_META + EVERY_KERNEL, str(card), "8192", "512", "32003", str(limit))) == {}

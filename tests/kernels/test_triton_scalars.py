@@ -9,6 +9,7 @@ without their signs.
 import pytest
 import torch
 from inputs import make_inputs, scalars
+from marks import IN_INTERPRETER
 from reference_divergence import make_pair
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double, logit_options
@@ -20,10 +21,7 @@ from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.divergence import kl_div
 from flce_ops.triton.steps.with_grad import launch_policy_with_grad
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-4}
 SHAPE = (37, 35, 131)  # partial tiles on every side

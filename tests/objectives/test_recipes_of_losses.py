@@ -5,7 +5,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fresh_process import run_script
+from fresh_process import run_fresh
 from inputs import make_inputs
 from reference_loss import dense_logits, error, reference_loss
 from test_memory import MiB, peak_on_cpu
@@ -261,8 +261,7 @@ except Exception:
 args, expected = torch.load(sys.argv[2])
 torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(*args), expected)
 """
-    done = run_script(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
-    assert done.returncode == 0, done.stderr
+    run_fresh(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
 
 
 # ---------------------------------------------------------------- refusals that name a recipe
