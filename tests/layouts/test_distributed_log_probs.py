@@ -2,13 +2,12 @@
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
-import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
 from in_worlds import in_worlds
 from inputs import Inputs
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from reference_loss import error
 from sharded_inputs import (
     ANY,
@@ -164,12 +163,8 @@ def test_padded_classes_behind_a_low_bias_do_not_count(device):
         assert full(found.entropy).isfinite().all()
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_compiled_in_one_graph(world):
-    run_in_world(world, compiled)
-
-
-def compiled(device):
+@in_worlds(worlds(2))
+def test_compiled_in_one_graph(device):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device)
 

@@ -9,7 +9,7 @@ from collectives import RecordCollectives
 from in_worlds import in_worlds
 from inputs import make_inputs
 from process_pool import worlds
-from reference_loss import error, run_reference
+from reference_loss import error, plain_loss, run_reference
 from sharded_inputs import (
     ANY,
     FLOAT,
@@ -29,7 +29,6 @@ from sharded_inputs import (
 from test_zero_denominators import CASES as ZERO_DENOMINATORS
 from test_zero_denominators import assert_same_kinds
 from test_zero_denominators import make as make_case
-from test_zero_denominators import plain as plain_over_zero
 from test_zero_denominators import run as run_case
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -105,7 +104,7 @@ def test_sums_over_zero_are_nan_infinite_and_zero_where_plain_torchs_are(device)
     for made, options in ZERO_DENOMINATORS.values():
         # all tokens of the first rank are ignored
         inputs = to_device(make_case(**{"ignored": range(5), **made}), device)
-        expected = run_case(plain_over_zero, inputs, **options)
+        expected = run_case(plain_loss, inputs, **options)
         for tokens, rows in ((Shard(0), R), (R, Shard(0))):
             placed = place(inputs, mesh, [tokens], [rows])
             loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options, **options)

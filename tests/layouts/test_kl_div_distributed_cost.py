@@ -55,12 +55,8 @@ def test_a_step_on_a_sharded_vocabulary_is_four_gemm_passes_over_the_shard(devic
     assert counter.get_total_flops() == 2 * B * T * (3 * D + E) * 64 // dist.get_world_size()
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_compiled_on_a_sharded_vocabulary_is_one_graph(world):
-    run_in_world(world, compiled)
-
-
-def compiled(device):
+@in_worlds(CPU_PAIR)
+def test_compiled_on_a_sharded_vocabulary_is_one_graph(device):
     mesh = mesh_of(device, dist.get_world_size())
     for options in ({"kind": "jsd"}, {"reduction": "none"}):
         function = torch.compile(flce_ops.linear_kl_div, fullgraph=True, backend="aot_eager")
