@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from interpreter import let_tensor_maps_add
+from marks import IN_INTERPRETER
 from reference_policy import function_of_policy
 
 pytest.importorskip("triton")
@@ -24,11 +25,7 @@ from flce_ops.triton.gemm.class_blocks import LIVE
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
 from flce_ops.triton.kernel import Kernel
 
-pytestmark = [
-    # without a GPU, conftest.py turns the interpreter on before anything imports triton
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 IN_TRITON, IN_ATEN = 0, 1  # places in the table of paths
 N, D, V = 37, 35, 131  # tiles are 32x128x32, so the last of each is a partial one

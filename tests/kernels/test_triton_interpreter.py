@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from marks import IN_INTERPRETER
 from reference_loss import error
 from test_gradient_gemms import valid_tokens_of
 
@@ -28,11 +29,7 @@ from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.set_entries import launch_set_entries
 from flce_ops.triton.rows.sum_losses import launch_sum_losses
 
-pytestmark = [
-    # without a GPU, conftest.py turns the interpreter on before anything imports triton
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 # twice the error seen with the options below
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3}

@@ -9,6 +9,7 @@ without their signs.
 import pytest
 import torch
 from inputs import make_inputs, scalars
+from marks import IN_INTERPRETER
 from reference_divergence import make_pair
 from reference_policy import function_of_policy
 from test_kl_div_operator import inner_args
@@ -21,10 +22,7 @@ from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.divergence import kl_div
 from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-4}
 SHAPE = (37, 35, 131)  # partial tiles on every side
