@@ -64,8 +64,7 @@ def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> 
     products = chunk_products(call, input, linear_weight, linear_bias, step)
     tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
     valid, _, column = target_columns(target, call.ignore_index, 0, linear_weight.shape[0])
-    counts = target != call.ignore_index if target.dim() == 2 else None
-    objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
+    objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
     of_tokens = RowsOfTokens(input, objective, valid, column, call.reduction, losses, log_probs=log_probs)
     loss.copy_(loss_and_gradients(call, of_tokens, products, gradients))
 
@@ -247,12 +246,9 @@ def loss_and_gradients(
                     rows, numbers, lse, lse_rest, target_logit
                 )
             own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-            # ignored rows may have inf
-            distance = torch.where(beside_topk(own_valid, distance), distance, own.surprisal_at_ignored)
+            distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
             if log_probs is not None:
-                counts = own_valid if own.weight is None else own.weight
-                log_probs[rows] = torch.where(counts, -distance, 0.0)
-                lse = torch.where(own_valid, lse, 0.0)
+                log_probs[rows] = torch.where(own.weight, -distance, 0.0)
             found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
             own_losses.copy_(found)
             cotangents = own.cotangents(slopes, own_scale)

@@ -87,7 +87,9 @@ class TokenLoss:
         """With create_graph the results are differentiable. Otherwise they are constants, in an operator's kernel."""
         numbers = [log_prob] if lse is None else [log_prob, lse]
         with nullcontext() if create_graph else with_autograd():
-            if not create_graph:
+            if create_graph:  # views, because log_prob may have been made of lse
+                numbers = [number.view_as(number) for number in numbers]
+            else:
                 numbers = [own(number).detach() for number in numbers]
                 if self.compiled is not None and self.ran and log_prob.shape[0]:
                     with torch.no_grad():
