@@ -17,7 +17,7 @@ for tensors and in_triton.py for kernels:
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
-    return exp(-surprisal), ...     of_target.jit      the same source with the words of a kernel, for Triton
+    return times(weight, ...), ...  of_target.jit      the same source with the words of a kernel, for Triton
 """
 
 import types

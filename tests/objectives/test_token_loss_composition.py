@@ -38,7 +38,7 @@ def with_rows(log_prob, *, lse, entropy):
 
 @flce_ops.token_loss
 def with_lse(log_prob, *, lse):
-    return 1e-2 * lse**2 * log_prob
+    return -1e-2 * lse**2 * log_prob
 
 
 @flce_ops.token_loss
