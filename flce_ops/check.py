@@ -6,9 +6,6 @@ can be pasted into an issue. The exit code is 1 if a line is worse than promised
 """
 
 import argparse
-import importlib.metadata
-import platform
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
+from torch.utils.collect_env import get_pretty_env_info
 
 from .functional import linear_cross_entropy, linear_log_probs
 from .support.path import last_path
@@ -88,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m flce_ops.check", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda:1, cpu, ...")
     device = device_of(parser, parser.parse_args(argv).device)
-    print(surroundings(device), "\n\n| | flce_ops | PyTorch | as promised | path |\n|---|---|---|---|---|", sep="")
+    print(f"flce_ops {__version__} on {device}\n{get_pretty_env_info()}\n")
+    print("| | flce_ops | PyTorch | as promised | path |\n|---|---|---|---|---|")
     lines = []
     torch.manual_seed(0)
     found = make_head(SHAPES["cuda" if device.type == "cuda" else "cpu"], device)
@@ -116,20 +116,6 @@ def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
 def shown(lines: list[Line]) -> list[Line]:
     print(*lines, sep="\n", flush=True)
     return lines
-
-
-def surroundings(device: torch.device) -> str:
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "not installed"
-    versions = f"flce_ops {__version__}, torch {torch.__version__}, Triton {triton}"
-    where = f"Python {platform.python_version()}, {platform.platform()}"
-    if device.type != "cuda":
-        return f"{versions}, {where}\n{device}, {torch.get_num_threads()} threads"
-    chip = torch.cuda.get_device_properties(device)
-    size = f"{chip.multi_processor_count} multiprocessors, {chip.total_memory >> 30} GiB"
-    return f"{versions}, {where}\n{chip.name}, compute capability {chip.major}.{chip.minor}, {size}"
 
 
 def make_head(shape: tuple[int, int, int], device: torch.device) -> Head:
@@ -197,19 +183,11 @@ def time_and_memory(function: Function, head: Head) -> tuple[float, int]:
 
     for _ in range(3):  # the first run compiles
         run()
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    times = []
-    for _ in range(STEPS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+    seconds = Timer("run()", globals={"run": run}).timeit(STEPS).median  # of a step; it waits for the GPU
     results = sum(leaf.numel() * leaf.element_size() for leaf in head[:2])
-    return statistics.median(times), torch.cuda.max_memory_allocated() - before - results
+    return 1e3 * seconds, torch.cuda.max_memory_allocated() - before - results
 
 
 if __name__ == "__main__":

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from .entry.arguments import ReductionName, check_ignore_index, check_ranges, check_reduction, check_torch_options
-from .functional import LinearCrossEntropyMetrics, linear_cross_entropy
-from .functional.keywords import ForwardKeywords, HeadKeywords
+from .functional import linear_cross_entropy
 from .functional.public import refuse_misnamed, typed
 from .math.sparse_gradient import Mode, Operand, SparseGradient
-from .meta.checks import check_per_class, check_sparse_options
+from .meta.checks import check_per_class, check_sparse
 
 # D in_features, V classes
 
@@ -36,7 +34,7 @@ def check_options(module: nn.Module) -> None:
     op, options = type(module).__name__, options_of(module)
     check_ignore_index(op, options["ignore_index"])
     check_ranges(op, **options)
-    check_sparse_options(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
+    check_sparse(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -111,31 +109,6 @@ class LinearCrossEntropyLoss(nn.Module):
         self.gradient_sparse = gradient_sparse
         check_options(self)
 
-    @overload
-    def forward(
-        self,
-        input: Tensor,
-        target: Tensor,
-        *,
-        return_metrics: Literal[False] = False,
-        **options: Unpack[ForwardKeywords],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, input: Tensor, target: Tensor, *, return_metrics: Literal[True], **options: Unpack[ForwardKeywords]
-    ) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
-    @overload
-    def forward(
-        self, input: Tensor, target: Tensor, *, return_metrics: Sequence[str], **options: Unpack[ForwardKeywords]
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    @overload
-    def forward(
-        self, input: Tensor, target: Tensor, *, return_metrics: bool, **options: Unpack[ForwardKeywords]
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
     def forward(
         self,
         input: Tensor,
@@ -149,10 +122,8 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
         **misnamed: Any,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
-        refuse_misnamed(
-            type(self).__name__, misnamed, "input", "target", "return_metrics", *ForwardKeywords.__annotations__
-        )
+    ) -> Tensor | Any:
+        refuse_misnamed(self, misnamed)
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
         if self.out_features:
@@ -229,31 +200,6 @@ class LinearCrossEntropyHead(nn.Linear):
         self.gradient_sparse = gradient_sparse
         check_options(self)
 
-    @overload  # type: ignore[override]  # nn.Linear's forward takes no targets
-    def forward(
-        self,
-        input: Tensor,
-        target: Tensor | None = None,
-        *,
-        return_metrics: Literal[False] = False,
-        **options: Unpack[HeadKeywords],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, input: Tensor, target: Tensor, *, return_metrics: Literal[True], **options: Unpack[HeadKeywords]
-    ) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
-    @overload
-    def forward(
-        self, input: Tensor, target: Tensor, *, return_metrics: Sequence[str], **options: Unpack[HeadKeywords]
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    @overload
-    def forward(
-        self, input: Tensor, target: Tensor | None = None, *, return_metrics: bool, **options: Unpack[HeadKeywords]
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
     def forward(
         self,
         input: Tensor,
@@ -269,10 +215,8 @@ class LinearCrossEntropyHead(nn.Linear):
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
         **misnamed: Any,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
-        refuse_misnamed(
-            type(self).__name__, misnamed, "input", "target", "return_metrics", *HeadKeywords.__annotations__
-        )
+    ) -> Tensor | Any:
+        refuse_misnamed(self, misnamed)
         if target is None:
             if return_metrics:
                 raise TypeError(f"{type(self).__name__}: return_metrics is of a loss, which needs a target, got None")

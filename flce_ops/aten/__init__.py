@@ -1,13 +1,12 @@
 """The inner operators in plain ATen, one chunk of rows at a time, for every device and dtype that Triton does not take.
 
-forward.py, backward.py, kl_div.py     one operator each
+forward.py, backward.py                numbers of rows, and gradients from their cotangents: of a head, of given logits
 with_grad.py                           gradients made in forward: any row objective, also over a shared vocabulary
+kl_div.py                              divergences
     valid_tokens.py                    which rows kernels get: without ignored tokens, or with zeros for them
-    logits.py                          logits of a chunk, their softmax, the terms of the gradient
-    chunks.py, gradients.py            how rows are divided; the gradient GEMMs and their sums over chunks
-    row_statistics.py                  exponentials of a chunk, sums over its classes, statistics on request; in a fixed
-                                       order
-cross_entropy.py                       given logits, without a GEMM
+    logits.py                          logits of a chunk, their softmax, sums over classes, the terms of the gradient
+    chunks.py                          how rows are divided
+    gradients.py                       the loop over chunks; the gradient GEMMs and their sums
 """
 
 from .backward import backward, backward_in_place

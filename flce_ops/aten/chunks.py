@@ -15,7 +15,9 @@ every other matrix, such as weight[:, ::2], completely before a product. The ker
 at a time, into a part of the workspace that chunks leave free.
 """
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ ROWS_OF_A_BLOCK = 4
 # step takes the same time with 1 to 8 MiB.
 BLOCK_SHARE = 8
 CPU_BLOCK_BYTES = 2 << 20
+WHOLE_CHUNK = sys.maxsize  # a chunk is one block, if ranks share the vocabulary
 
 
 def product_dtype(input: Tensor) -> torch.dtype:
@@ -89,16 +92,22 @@ def block_bytes(input: Tensor) -> int:
 
 
 def rows_per_chunk(
-    input: Tensor, num_classes: int, *, matrices: int = 0, matrices_in_block: int = 0, reserved: int = 0
+    input: Tensor,
+    num_classes: int,
+    *,
+    matrices: int = 0,
+    matrices_in_block: int = 0,
+    bytes_of_row: int = 0,
+    reserved: int = 0,
 ) -> int:
     """How many rows fit the workspace: their product, and G's rounded copy if it needs one.
 
     Beside these, the workspace holds matrices in the accumulation dtype, `matrices` with n rows and `matrices_in_block`
-    with the rows of a block, and `reserved` bytes.
+    with the rows of a block, `bytes_of_row` for each row, and `reserved` bytes.
     """
     accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
     rounded = 0 if product == input.dtype else input.dtype.itemsize
-    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize)
+    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize) + bytes_of_row
     # On a CPU, chunks are views of `input` if no token is ignored (valid_tokens.py) and BLAS can read them. Otherwise
     # they are copies.
     in_place = input.device.type == "cpu" and not isinstance(input, RowsByChunk)
@@ -144,11 +153,10 @@ def chunk_products(
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     rows: int,
-    retained: Tensor | None = None,
+    retained: Tensor | None = None,  # the first R rows of u, which forward saved
+    saved: Tensor | None = None,  # out: the same
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the rows of each chunk and their u, (n, V), in memory that all chunks share. The first R rows of u may be
-    saved.
-    """
+    """Yields the rows of each chunk and their u, (n, V), in memory that all chunks share."""
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
     for chunk in row_chunks(call, input, rows):
         known, count = 0, chunk.stop - chunk.start
@@ -161,29 +169,33 @@ def chunk_products(
             rest, out = slice(chunk.start + known, chunk.stop), u[known:] if known else u
             # not assigned to a variable, so a gathered copy of the rows is freed at once
             chunk_product(rows_of(input, rest), linear_weight, linear_bias, out)
+        if saved is not None and chunk.start < saved.shape[0]:
+            own = saved[chunk, : u.shape[1]]
+            own.copy_(u[: own.shape[0]])
         yield chunk, u
 
 
-def save_product(retained: Tensor, chunk: slice, product: Tensor) -> None:
-    """Saves rows of the product for the backward kernel, before the product is overwritten."""
-    if chunk.start < retained.shape[0]:
-        own = retained[chunk, : product.shape[1]]
-        own.copy_(product[: own.shape[0]])
+def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
+    """The same of given logits: yields the rows of each block, and a copy of their u, in the accumulation dtype."""
+    logits = call.operands.logits
+    dtype = accumulation_dtype(logits.dtype)
+    step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
+    for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):
+        yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
-def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> list[tuple]:
-    """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
+def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> Iterator[tuple]:
+    """Yields for each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes, 1)
     if input.device.type == "cpu":
         step = max(step, 2 * ROWS_OF_A_BLOCK)
     if chunk.stop - chunk.start == input.shape[0] <= step:
-        return [(chunk, product, *vectors)]
-    blocks = []
+        yield chunk, product, *vectors
+        return
     for rows in cut(chunk.start, chunk.stop, step, ROWS_OF_A_BLOCK):
         block = product[rows.start - chunk.start : rows.stop - chunk.start]
-        blocks.append((rows, block, *(vector[rows] for vector in vectors)))
-    return blocks
+        yield rows, block, *(vector[rows] for vector in vectors)
 
 
 COPY_SHARE = 4  # a fourth of the workspace holds the copy

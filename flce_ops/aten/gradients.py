@@ -1,4 +1,4 @@
-"""The two gradient GEMMs of a chunk, and the sums over chunks.
+"""The loop over chunks that makes gradients, the two gradient GEMMs of a chunk, and the sums over chunks.
 
 A sparse G is a dense matrix with zeros for the entries that are not kept. This saves no time compared with an exact
 gradient.
@@ -7,7 +7,7 @@ gradient.
     exact    (n, V)    all of G, if only one of the two gradients is sparse
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,19 @@ from ..math.sparse_gradient import Draws, keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
-from .chunks import product_dtype, product_is_rounded, readable, readable_columns, rows_of, rows_per_chunk
+from .chunks import (
+    block_bytes,
+    chunk_products,
+    copy_bytes,
+    product_dtype,
+    product_is_rounded,
+    readable,
+    readable_columns,
+    row_blocks,
+    rows_of,
+    rows_per_chunk,
+)
+from .logits import activate, activate_with_slope, apply_slope
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -49,45 +61,55 @@ def rows_beside_gradients(
     return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
-class Accumulator:
-    """Receives the G of chunks."""
+def run_blocks(
+    call: Any,
+    products: Iterable[tuple[slice, Tensor]],  # the rows of each chunk and their u, (n, V), which is overwritten with G
+    work: Callable[..., Tensor | None],  # (rows, z, *vectors): makes G by z in place; returns lse's cotangent, (n,)
+    *vectors: Tensor,  # (N, ...)
+    gradients: "GradientAccumulator | None" = None,  # None: `work` makes no G
+    nbytes: int | None = None,  # of a matrix of a block
+) -> None:
+    input = call.operands[0]
+    nbytes = block_bytes(input) if nbytes is None else nbytes
+    for chunk, product in products:
+        for rows, block, *own in row_blocks(input, chunk, product, nbytes, *vectors):
+            if gradients is None:
+                work(rows, activate(block, call.logits), *own)
+                continue
+            u = gradients.kept(block)
+            logits, slope = activate_with_slope(block, call.logits)
+            grad_lse = work(rows, logits, *own)
+            gradients.add_bias(apply_slope(logits, slope))
+            gradients.add_scale(logits, u)
+            gradients.keep(logits, grad_lse, chunk, rows)
+            gradients.round_block(block, logits)
+            del block, logits, slope, u  # frees memory before the next block is allocated
+        if gradients is not None:
+            gradients.add_products(chunk, product)
+    if gradients is not None:
+        gradients.finish()
 
-    def add_bias(self, grad_logits: Tensor) -> None: ...
 
-    def kept(self, product: Tensor) -> Tensor | None: ...
-
-    def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None: ...
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None: ...
-
-    def add_products(self, rows: slice, grad_logits: Tensor) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class GradientAccumulator(Accumulator):
-    """Adds each chunk's G to the gradients that `output_mask` asks for."""
+class GradientAccumulator:
+    """Receives the G of chunks, and adds each to the gradients that `output_mask` asks for."""
 
     def __init__(
         self,
-        input: Tensor,  # (N, D)
-        linear_weight: Tensor,  # (V, D)
+        call: Any,
         grads: Sequence[Tensor],  # in the order of meta.outputs.Gradients; without the last, of ranks that share V
-        mask: list[bool],
         rows: int,  # of a chunk
-        *,
-        logit_scale: Tensor | None = None,  # (), given if it gets a gradient
-        adds: bool = False,  # add to what grad_linear_weight holds; otherwise overwrite it
     ) -> None:
-        self.input, self.linear_weight, self.mask = input, linear_weight, mask
+        (self.input, self.linear_weight, *_), self.mask = call.operands, call.output_mask
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias, *of_scale = grads
-        accumulate = accumulation_dtype(input.dtype)
+        accumulate = accumulation_dtype(self.input.dtype)
+        # into main_grad the user's buffer is added to, otherwise the result is overwritten
+        adds = isinstance(call, BackwardInPlace)
         self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
-        if sums_in_float32(input, self.weight_sum.numel(), cdiv(input.shape[0], rows)):
+        if sums_in_float32(self.input, self.weight_sum.numel(), cdiv(self.input.shape[0], rows)):
             self.weight_sum = self.weight_sum.to(accumulate)  # the same tensor if it has that dtype
-        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if mask[2] else None
-        self.logit_scale, self.grad_logit_scale = logit_scale, None
-        if logit_scale is not None:
+        self.bias_sum = torch.zeros_like(self.grad_linear_bias, dtype=accumulate) if self.mask[2] else None
+        self.logit_scale, self.grad_logit_scale = call.logits.logit_scale, None
+        if vars(call).get("scale_gradient"):
             self.grad_logit_scale = of_scale[0].zero_()
 
     def add_bias(self, grad_logits: Tensor) -> None:
@@ -107,16 +129,19 @@ class GradientAccumulator(Accumulator):
         if product is not None:
             self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
 
+    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
+        """Every entry is kept."""
+
     def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
         """Copies the G of some rows over their logits, unless G was made there."""
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
 
-    def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
-        """Adds the products of a chunk's G, (n, V). `input` replaces self.input[rows]."""
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        """Adds the products of a chunk's G, (n, V)."""
         rounded = grad_logits.to(self.input.dtype)
         self.add_to_input(rows, rounded)
-        self.add_to_weight(rows, rounded, input)
+        self.add_to_weight(rows, rounded)
 
     def add_to_input(self, rows: slice, rounded: Tensor) -> None:
         if self.mask[0] and readable(self.linear_weight):
@@ -125,10 +150,10 @@ class GradientAccumulator(Accumulator):
             for features, weight in readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])
 
-    def add_to_weight(self, rows: slice, rounded: Tensor, input: Tensor | None) -> None:
+    def add_to_weight(self, rows: slice, rounded: Tensor) -> None:
         if not self.mask[1]:
             return
-        input = rows_of(self.input, rows) if input is None else input
+        input = rows_of(self.input, rows)
         if self.weight_sum.dtype == self.input.dtype:
             self.weight_sum.addmm_(rounded.T, input)
         elif not product_is_rounded(input):
@@ -148,6 +173,21 @@ class GradientAccumulator(Accumulator):
             self.grad_linear_bias.copy_(self.bias_sum)
         if self.grad_logit_scale is not None:
             self.grad_logit_scale.div_(self.logit_scale)
+
+
+class GivenRows(GradientAccumulator):
+    """Writes G to the rows of grad_logits."""
+
+    bias_sum = grad_logit_scale = None
+
+    def __init__(self, grad_logits: Tensor) -> None:
+        self.grad_logits = grad_logits
+
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
+        self.grad_logits[rows] = grad_logits
+
+    def finish(self) -> None:
+        """All is written."""
 
 
 # keep_entries runs on this fraction of the rows at a time: it needs eight times the memory of its input, a 64-bit
@@ -175,50 +215,62 @@ def needs_exact(call: Any) -> bool:
 class SparseAccumulator(GradientAccumulator):
     """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
-    def __init__(
-        self,
-        call: Call,
-        draws: Draws,
-        grads: Sequence[Tensor],
-        rows: int,  # of a chunk
-    ) -> None:
-        input, linear_weight = call.operands[:2]
-        super().__init__(input, linear_weight, grads, call.output_mask, rows, logit_scale=scale_to_learn(call))
-        self.sparse, self.logits, self.draws = call.sparse, call.logits, draws
+    def __init__(self, call: Call, draws: Draws, grads: Sequence[Tensor], rows: int) -> None:
+        super().__init__(call, grads, rows)
+        self.sparse, self.draws = call.sparse, draws
         self.exact = None
         if needs_exact(call):
-            self.exact = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
+            self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=product_dtype(self.input))
 
-    def keep(self, grad_logits: Tensor, slope: Tensor, chunk: slice, rows: slice) -> None:
-        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,)."""
+    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
+        """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); None for 0."""
+        if slope is None:
+            slope = grad_logits.new_zeros(grad_logits.shape[0])
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
-        logit_scale = self.logits.logit_scale
-        slope = slope if logit_scale is None else slope * logit_scale
+        slope = slope if self.logit_scale is None else slope * self.logit_scale
         draws, count = self.draws.of(rows), grad_logits.shape[0]
         at_once = count // PARTS + 1
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
             keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part))
 
-    def add_products(self, rows: slice, grad_logits: Tensor, input: Tensor | None = None) -> None:
+    def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         if self.exact is None:
-            super().add_products(rows, grad_logits, input)
+            super().add_products(rows, grad_logits)
             return
         sparse, exact = (of.to(self.input.dtype) for of in (grad_logits, self.exact[: grad_logits.shape[0]]))
         of_input, of_weight = self.sparse.products(self.mask)
         self.add_to_input(rows, sparse if of_input else exact)
-        self.add_to_weight(rows, sparse if of_weight else exact, input)
+        self.add_to_weight(rows, sparse if of_weight else exact)
+
+
+def products_and_gradients(
+    call: Any,
+    grads: Sequence[Tensor],
+    in_block: int = 0,  # further matrices of a block
+    draws: Draws | None = None,
+    retained: Tensor | None = None,
+    largest_shard: int | None = None,  # of ranks that share the vocabulary; a chunk is one block then
+) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
+    """Of a head: each chunk's rows and u, and what its G is added to."""
+    input, linear_weight = call.operands[:2]
+    in_block += product_is_rounded(input) + (call.logits.softcap is not None)
+    # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
+    # buffer.
+    main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
+    sums = call.output_mask[1] and (main_grad is None or main_grad.itemsize < 4)
+    if largest_shard is not None:
+        step = rows_beside_gradients(input, largest_shard, sums, matrices=in_block)
+    else:
+        in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
+        exact, reserved = draws is not None and needs_exact(call), copy_bytes(linear_weight)
+        step = rows_beside_gradients(
+            input, linear_weight.shape[0], sums, matrices=exact, matrices_in_block=in_block, reserved=reserved
+        )
+    gradients = accumulator_of(call, draws, grads, step)
+    return chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
 
 
 def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
-    if draws is not None:
-        return SparseAccumulator(call, draws, grads, rows)
-    input, linear_weight = call.operands[:2]
-    adds = isinstance(call, BackwardInPlace)
-    scale = scale_to_learn(call)
-    return GradientAccumulator(input, linear_weight, grads, call.output_mask, rows, logit_scale=scale, adds=adds)
-
-
-def scale_to_learn(call: Any) -> Tensor | None:  # ()
-    return call.logits.logit_scale if vars(call).get("scale_gradient") else None
+    return GradientAccumulator(call, grads, rows) if draws is None else SparseAccumulator(call, draws, grads, rows)

@@ -25,48 +25,43 @@ from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
 from ..support.exchange import all_gather, all_reduce
 from ..support.integers import cdiv
-from ..support.workspace import float32_sum_fits, matrix_bytes
-from .chunks import ROWS_OF_A_BLOCK, chunk_product, copy_bytes, cut, row_chunks
-from .gradients import GradientAccumulator, accumulator_of
-from .logits import activate, apply_slope, cap_with_slope, scale_logits
-from .row_statistics import finite_maximum, shift_rows
-from .valid_tokens import kernel_of, tokens_of
+from .chunks import (
+    ROWS_OF_A_BLOCK,
+    WHOLE_CHUNK,
+    block_bytes,
+    chunk_product,
+    chunk_products,
+    copy_bytes,
+    cut,
+    product_is_rounded,
+)
+from .gradients import accumulator_of, rows_beside_gradients, run_blocks
+from .logits import activate, finite_maximum, shift_rows
+from .valid_tokens import kernel_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
 
-# On a CPU, chunks larger than the cache only slow down the elementwise passes.
-CPU_CHUNK_BYTES = 32 << 20
-# With fewer rows the GEMMs are inefficient, and each bfloat16 or float16 product is rounded after a sum over few rows.
-ROWS_AT_LEAST = 128
 BLOCK_BYTES = 1 << 18
+BLOCKS = 4  # in a block of the other operators: the terms of an entry take twice as many temporaries
 
 
-def rows_per_chunk(
-    operands: KlDivOperands, options: KlDivOptions, weight_gradient: bool, scale_gradient: bool = False
-) -> int:
-    """How many rows' matrices fit the workspace. All ranks that share a vocabulary get the same number, whatever their
-    shards.
-    """
-    input, linear_weight = operands.input, operands.linear_weight
-    classes = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
-    accumulate, own = accumulation_dtype(input.dtype).itemsize, input.dtype.itemsize
-    half = own < accumulate
-    matrices = DIVERGENCES[options.kind].matrices + (options.softcap is not None)  # one more for dz/du
-    matrices += 2 * scale_gradient  # u, and G u
-    row_bytes = classes * (matrices * accumulate + 1 + 2 * own * half)  # a bool mask; G rounded
-    row_bytes += operands.input.shape[1] * own  # rows that valid_tokens.py gathers
-    if operands.teacher_input is not None:
-        row_bytes += operands.teacher_input.shape[1] * operands.teacher_input.dtype.itemsize
-    available = matrix_bytes(tokens_of(input))
-    if options.vocab_size is None:
-        available -= copy_bytes(linear_weight, operands.teacher_weight)
-    gradient_elements = classes * input.shape[1]
-    if weight_gradient and half and float32_sum_fits(gradient_elements):
-        available -= accumulate * gradient_elements
-    rows = max(available, 1) // row_bytes
-    if input.device.type == "cpu":
-        rows = min(rows, CPU_CHUNK_BYTES // row_bytes)
-    return max(1, min(max(rows, ROWS_AT_LEAST), input.shape[0]))
+def rows_of_chunk(call: Any, gradients: bool) -> int:
+    """All ranks that share a vocabulary get the same number, whatever their shards."""
+    operands, options, teacher = call.operands, call.options, call.operands.teacher_input
+    input, alone = operands.input, options.vocab_size is None
+    classes = operands.linear_weight.shape[0] if alone else shard_rows(options.vocab_size, options.ranks)
+    rounded = product_is_rounded(input)
+    in_block = DIVERGENCES[options.kind].matrices + rounded + (options.softcap is not None)
+    in_block += 2 * vars(call).get("scale_gradient", False)  # u, and G u
+    return rows_beside_gradients(
+        input,
+        classes,
+        gradients and call.output_mask[1],
+        matrices=1 + rounded + (0 if alone else in_block),  # the teacher's
+        matrices_in_block=cdiv(2 * in_block, BLOCKS) if alone else 0,
+        bytes_of_row=0 if teacher is None else teacher.shape[1] * teacher.dtype.itemsize,
+        reserved=copy_bytes(operands.linear_weight, operands.teacher_weight) if alone else 0,
+    )
 
 
 def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
@@ -75,21 +70,6 @@ def gradient_factors(factors: Tensor, valid: Tensor | None) -> Tensor:  # (N,)
     """
     factors = factors.masked_fill(factors.isinf(), torch.nan)
     return factors if valid is None else torch.where(valid, factors, 0.0)
-
-
-def student_logits(
-    operands: KlDivOperands, options: KlDivOptions, rows: slice, gradients: GradientAccumulator | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the chunk of input, (n, D), and its logits, (n, V). For gradients also dz/du / logit_scale, (n, V), with
-    a softcap, and the products u, (n, V), if logit_scale gets a gradient.
-    """
-    input = operands.input[rows]
-    product = chunk_product(input, operands.linear_weight, operands.linear_bias)
-    softcap, logit_scale = of_rows = options.student
-    kept = None if gradients is None else gradients.kept(product)
-    if softcap is None or gradients is None:
-        return input, activate(product, of_rows), None, kept
-    return input, *cap_with_slope(scale_logits(product, logit_scale), softcap), kept
 
 
 def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) -> Tensor:  # (n, V)
@@ -104,114 +84,90 @@ def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) ->
 
 @kernel_of(KlDivForward)
 def forward(call: KlDivForward, outputs: Sequence[Tensor]) -> None:
-    divergence, shift, teacher_shift, student_kl = outputs
-    stream_rows(call, divergence, shift, teacher_shift, student_kl)
+    divergences(call, outputs)
 
 
 @kernel_of(KlDivWithGrad)
 def with_grad(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
-    operands, options = call.operands, call.options
     loss, divergence, *grads = outputs
-    shift, teacher_shift, student_kl = allocate(KlDivForward.results[1:], call)
-    gradients = accumulator(call, grads)
-    scale = gradient_factors(call.row_scale, operands.valid).to(divergence.dtype)
-    stream_rows(call, divergence, shift, teacher_shift, student_kl, gradients, scale_of_products(scale, options))
+    of_rows = (divergence, *allocate(KlDivForward.results[1:], call))
+    scale = gradient_factors(call.row_scale, call.operands.valid).to(divergence.dtype)
+    divergences(call, of_rows, grads, scale)
     torch.sum(scale * divergence, dim=0, out=loss)
 
 
-def accumulator(call: KlDivWithGrad | KlDivBackward, grads: Sequence[Tensor]) -> GradientAccumulator:
-    rows = rows_per_chunk(call.operands, call.options, call.output_mask[1], call.scale_gradient)
-    return accumulator_of(call, None, grads, rows)
+@kernel_of(KlDivBackward)
+def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
+    scale = gradient_factors(call.grad, call.operands.valid).to(call.shift.dtype)
+    divergences(call, (None, call.shift, call.teacher_shift, call.student_kl), grads, scale)
 
 
-def scale_of_products(row_scale: Tensor, options: KlDivOptions) -> Tensor:  # (N,)
-    """The row scales times logit_scale, the constant part of dz/du."""
-    return row_scale if options.logit_scale is None else row_scale * options.logit_scale
-
-
-def stream_rows(
+def divergences(
     call: KlDivForward | KlDivWithGrad | KlDivBackward,
-    divergence: Tensor | None,  # (N,) out; None: backward, where the next three are given
-    shift: Tensor,  # (2, N)
-    teacher_shift: Tensor,  # (2, N), or (2, 0) with teacher_probs
-    student_kl: Tensor,  # (N,), or (0,) for "forward"
-    gradients: GradientAccumulator | None = None,
-    row_scale: Tensor | None = None,  # (N,), logit_scale included
+    of_rows: Sequence[Tensor | None],  # the results of KlDivForward, out; in backward they are given but for the first
+    grads: Sequence[Tensor] | None = None,  # out
+    row_scale: Tensor | None = None,  # (N,)
 ) -> None:
     """Runs one pass over the logits: computes the divergence of every row, and the gradients if they are wanted."""
     operands, options = call.operands, call.options
-    asked = (False, False) if gradients is None else (gradients.mask[1], gradients.logit_scale is not None)
-    for rows in row_chunks(call, operands.input, rows_per_chunk(operands, options, *asked)):
-        input, log_q, slope, product = student_logits(operands, options, rows, gradients)
-        log_p = teacher_rows(operands, options, rows)
+    divergence, shift, teacher_shift, student_kl = of_rows
+    kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
+    # given probabilities need not add up to 1, so their sum is needed
+    weighed = operands.teacher_probs is not None and not kind.of_student
+    of_forward = vars(call).get("divergence")  # for a shifted kind
+    step, teacher, start = rows_of_chunk(call, grads is not None), None, 0
+    gradients = None if grads is None else accumulator_of(call, None, grads, step)
+
+    def products() -> Iterator[tuple[slice, Tensor]]:
+        nonlocal teacher, start
+        for chunk, u in chunk_products(call, operands.input, operands.linear_weight, operands.linear_bias, step):
+            teacher, start = teacher_rows(operands, options, chunk), chunk.start
+            yield chunk, u
+            teacher = None  # frees memory before the next chunk is allocated
+
+    def work(rows: slice, log_q: Tensor) -> None:
+        log_p = teacher[rows.start - start : rows.stop - start]
         softmaxes = [(log_q, shift)]
         if operands.teacher_probs is None:
             softmaxes.append((log_p, teacher_shift))
         if divergence is not None:
             find_shifts(softmaxes, rows, options)
-        else:
-            for logits, known in softmaxes:
-                logits.sub_(known[0, rows, None])
         for logits, known in softmaxes:
+            if divergence is None:
+                logits.sub_(known[0, rows, None])
             logits.sub_(known[1, rows, None])
-        del softmaxes, logits
-        # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
-        # summed before any gradient is made, so there is one block.
-        for part in blocks_of(log_q) if options.ranks == 1 else [slice(0, log_q.shape[0])]:
-            places = slice(rows.start + part.start, min(rows.start + part.stop, rows.stop))
-            scale = None if gradients is None else row_scale[places].unsqueeze(1)
-            finish_rows(call, log_q[part], log_p[part], places, divergence, student_kl, scale)
-        grad_logits = log_q
-        del log_q, log_p  # frees memory before G is rounded
-        if gradients is not None:
-            gradients.add_scale(apply_slope(grad_logits, slope), product)
-            gradients.add_bias(grad_logits)
-            gradients.add_products(rows, grad_logits, input)
-        del grad_logits, slope, product  # frees memory before the next chunk is allocated
-    if gradients is not None:
-        gradients.finish()
+        number: Tensor | float = 1.0
+        offset = None if of_forward is None else of_forward[rows]
+        if divergence is None and kind.of_student:
+            number = student_kl[rows]
+        elif divergence is not None or weighed:
+            lowest = None  # (n, 1), a shift of the row
+            if kind.shifted:
+                least = finite_maximum(torch.minimum(log_q, log_p))
+                least = all_gather(least, options.group, options.ranks).amax(0)
+                lowest = torch.where(least < LEAST_UNSHIFTED, least, 0.0)
+            sums = row_sums(kind, blocks(log_q, log_p, alone), beta if lowest is None else lowest, weighed)
+            numbers: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
+            numbers += () if lowest is None else (lowest.squeeze(1),)
+            value, number = kind.of_sums(numbers, beta)
+            offset = None if kind.offset_of_sums is None else kind.offset_of_sums(numbers)
+        if divergence is not None:
+            valid = operands.valid
+            divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
+            if kind.of_student:
+                student_kl[rows] = number
+        if row_scale is not None:
+            scale = row_scale[rows].unsqueeze(1)
+            for block, block_q, block_p in blocks(log_q, log_p, alone):
+                of_row: Any = number if isinstance(number, float) else number[block].unsqueeze(1)
+                if offset is not None:
+                    of_row = of_row, offset[block].unsqueeze(1)
+                block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
 
-
-def finish_rows(
-    call: KlDivForward | KlDivWithGrad | KlDivBackward,
-    log_q: Tensor,  # (n, V), overwritten with G if it is wanted
-    log_p: Tensor,  # (n, V)
-    rows: slice,  # the rows of the next two
-    divergence: Tensor | None,  # (N,) out; None: `student_kl` is given
-    student_kl: Tensor,  # (N,)
-    scale: Tensor | None,  # (n, 1); None if no gradient is wanted
-) -> None:
-    operands, options = call.operands, call.options
-    kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
-    # given probabilities need not add up to 1, so their sum is needed
-    weighed = operands.teacher_probs is not None and not kind.of_student
-    number: Tensor | float = 1.0
-    known = vars(call).get("divergence")  # of forward, for a shifted kind
-    offset = None if known is None else known[rows]
-    if divergence is None and kind.of_student:
-        number = student_kl[rows]
-    elif divergence is not None or weighed:
-        shift = None  # (n, 1)
-        if kind.shifted:
-            least = finite_maximum(torch.minimum(log_q, log_p))
-            least = all_gather(least, options.group, options.ranks).amax(0)
-            shift = torch.where(least < LEAST_UNSHIFTED, least, 0.0)
-        sums = row_sums(kind, blocks(log_q, log_p, alone), beta if shift is None else shift, weighed)
-        of_rows: tuple = (*all_reduce(sums, options.group, options.ranks), *([] if weighed else [1.0]))
-        of_rows += () if shift is None else (shift.squeeze(1),)
-        value, number = kind.of_sums(of_rows, beta)
-        offset = None if kind.offset_of_sums is None else kind.offset_of_sums(of_rows)
-    if divergence is not None:
-        valid = operands.valid
-        divergence[rows] = value if valid is None else torch.where(valid[rows], value, 0.0)
-        if kind.of_student:
-            student_kl[rows] = number
-    if scale is not None:
-        for block, block_q, block_p in blocks(log_q, log_p, alone):
-            of_row: Any = number if isinstance(number, float) else number[block].unsqueeze(1)
-            if offset is not None:
-                of_row = of_row, offset[block].unsqueeze(1)
-            block_q.copy_(kind.gradient(block_q, block_p, of_row, scale[block], beta))
+    # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
+    # summed before any gradient is made, so there is one block.
+    nbytes = block_bytes(operands.input) // BLOCKS if alone else WHOLE_CHUNK
+    run_blocks(call, products(), work, gradients=gradients, nbytes=nbytes)
 
 
 def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
@@ -247,12 +203,3 @@ def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: Kl
     denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
     for k, (_, shift) in enumerate(softmaxes):
         shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
-
-
-@kernel_of(KlDivBackward)
-def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
-    operands, options, shift = call.operands, call.options, call.shift
-    scale = scale_of_products(gradient_factors(call.grad, operands.valid).to(shift.dtype), options)
-    gradients = accumulator(call, grads)
-    known = (None, shift, call.teacher_shift, call.student_kl)
-    stream_rows(call, *known, gradients, scale)

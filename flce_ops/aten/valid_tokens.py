@@ -23,30 +23,16 @@ from torch import Tensor
 
 from .. import meta
 from ..math.topk import tokens_that_count
-from ..meta.call import Arguments, AtIgnored, takes
+from ..meta.call import ZERO, Arguments, AtIgnored, takes
+from ..meta.shapes import AXES, BY_CLASS
 from ..objectives.token_objective import zero_where
 from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
-MATRICES = {"input": 0.0, "logits": 0.0, "teacher_input": 0.0, "teacher_probs": 1.0}  # (N, ...)
-VECTORS = {  # (..., N)
-    "row_scale",
-    "lse",
-    "lse_rest",
-    "expected_log_prob",
-    "grad",
-    "grad_lse",
-    "grad_logit_sum",
-    "grad_expected_log_prob",
-    "shift",
-    "teacher_shift",
-    "student_kl",
-    "divergence",
-    "token",
-}
-PER_TARGET = {"target", "target_weight", "grad_target_logit"}  # (N,) or (N, K)
+MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes[0] == "N" and len(axes) == 2}
+VECTORS = {name for name, axes in AXES.items() if axes == "N"} | {"shift", "teacher_shift", "student_kl", "token"}
 SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
 
 
@@ -104,12 +90,14 @@ def kernel_of(
             outputs = meta.outputs(call)
             if checks_target:
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
-            results = (outputs,) if isinstance(outputs, Tensor) else outputs
+            results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
+            if call.written == "logits":  # whose rows become those of their gradient
+                results, fills = (*results, call.operands.logits), (*fills, ZERO)
             extra = extra_of(call) if extra_of else ()
             if call.all_count:
                 body(call, results, *extra)
             else:
-                on_valid_tokens(body, call, results, call.fills, *extra)
+                on_valid_tokens(body, call, results, fills, *extra)
             return outputs
 
         return kernel
@@ -160,7 +148,7 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
             return None if name == "valid" else value
         if name in MATRICES:
             return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]))
-        if name in PER_TARGET:
+        if name in BY_CLASS:
             return value.index_select(0, indices)
         return value.index_select(-1, indices) if name in VECTORS and value.shape[-1] else value
 

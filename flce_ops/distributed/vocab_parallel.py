@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..aten.logits import activate_with_slope
-from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype
+from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype, changed
 from ..math.reduction import Reduction
 from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
-from ..math.statistics import Rows, asked_of_rows
+from ..math.statistics import Rows, asked_of_rows, statistics_of_shards
 from ..math.topk import in_columns
 from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
 from ..objectives.cross_entropy import losses_of_rows
@@ -89,22 +89,19 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     if "logit_sum" in others:
         class_weights = class_weights_of_shards(problem.operands.weight, layout.vocabulary_shards(num_classes), lse)
         logit_sum = logit_sum_of_shards(others["logit_sum"], log_share, class_weights)
-    whole: dict[str, Tensor] = {}
-    if "expected_log_prob" in others:
-        finite = log_share.clamp(min=-1e4)  # s log s is 0 for a rank whose logits are all -inf
-        whole["expected_log_prob"] = (finite.exp() * (others["expected_log_prob"] + finite)).sum(0)
-    if "log_sum_sq_probs" in others:
-        squares = 2.0 * log_share.detach() + others["log_sum_sq_probs"].detach()
-        whole["log_sum_sq_probs"] = squares.logsumexp(0)
-    if "mean_logit" in others:
-        whole["mean_logit"] = others["mean_logit"].detach().sum(0)
-    whole = {name: torch.where(valid, numbers, 0.0) for name, numbers in whole.items()}
+    per_shard = TokenStatistics(
+        entropy=0.0 - others["expected_log_prob"] if "expected_log_prob" in others else None,
+        log_sum_sq_probs=others.get("log_sum_sq_probs"),
+        mean_logit=others.get("mean_logit"),
+    )
+    whole = statistics_of_shards(problem.statistics, per_shard, lse, log_share)
+    _, of_tokens, entropy, *constants = changed(whole, lambda numbers: torch.where(valid, numbers, 0.0))
+    expected, largest = None if entropy is None else 0.0 - entropy, None
     if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
-        whole["argmax"] = torch.where(valid, largest, -1)
-    if problem.statistics.lse:
-        lse = torch.where(valid, lse, 0.0)
-    return Rows(target_logit, lse, logit_sum, lse_rest, **whole)
+        largest = torch.where(valid, largest, -1)
+    lse = lse if of_tokens is None else of_tokens
+    return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, *constants)
 
 
 def rows_of_shard(

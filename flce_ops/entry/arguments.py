@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from ..math import options
-from ..math.kl_div_arguments import KlDivOperands
+from ..math.kl_div_arguments import TEACHER, KlDivOperands
 from ..math.options import Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
-from ..meta.kl_div_checks import check_no_teacher_gradient, check_teacher
 from ..objectives import class_probabilities, cross_entropy, policy, token_function
 from ..support.holes import refuse_hole
 from ..support.symbolic import SYMBOLIC, known_only_when_it_runs, same_shape
-from ..support.torch_private import check_value, has_tangent
+from ..support.torch_private import check_value
 from .hints import hint_of_target
 from .refusals import wants_gradient
 from .schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
@@ -44,14 +43,9 @@ def check_arguments(call: CrossEntropy) -> None:
     if weight is not None:
         check_class_weight(OP, weight, call.input, "input", call.linear_weight.shape[0], "linear_weight")
     if target_weight is not None:
-        if not target_weight.dtype.is_floating_point:
-            raise TypeError(f"{OP}: expected target_weight in a floating dtype, got {target_weight.dtype}")
-        if not same_shape(target_weight.shape, target.shape):
-            raise ValueError(
-                f"{OP}: expected target_weight of target's shape {tuple(target.shape)}, one weight per class, got "
-                f"{tuple(target_weight.shape)}"
-            )
-        check_no_gradient(OP, "target_weight", target_weight)
+        checks.check_floating(OP, target_weight=target_weight)
+        check_shape(OP, "target_weight", target_weight, target.shape, "one weight per class of target, got")
+        checks.check_constants(OP, target_weight=target_weight)
         checks.check_device(OP, call.input, target_weight=target_weight)
     check_reduced(OP, call, call.input, token_weight=call.token_weight)
 
@@ -118,7 +112,7 @@ def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
         raise ValueError(f"{op}: expected input of shape (..., D), got a 0-d tensor")
     checks.check_linear(op, input, operands.linear_weight, operands.linear_bias)
     check_teacher(op, operands)
-    check_no_teacher_gradient(op, **operands._asdict())
+    checks.check_constants(op, "teacher", **{name: getattr(operands, name) for name in TEACHER})
     for name in ("teacher_logit_scale", "teacher_softcap"):
         if operands.teacher_probs is not None and getattr(call, name) is not None:
             raise ValueError(f"{op}: {name} is of the teacher's logits, but teacher_probs are given; leave {name} out")
@@ -128,6 +122,41 @@ def check_divergence(op: str, call: KlDiv, operands: KlDivOperands) -> None:
     check_reduced(
         op, call, input, what="one entry per token of input, got", target=target, token_weight=call.token_weight
     )
+
+
+def check_teacher(op: str, operands: KlDivOperands) -> None:
+    """Checks that there is either teacher_input with teacher_weight, or teacher_probs, with the student's tokens and
+    classes.
+    """
+    input, classes = operands.input, operands.linear_weight.shape[0]
+    teacher_input, teacher_weight = operands.teacher_input, operands.teacher_weight
+    if operands.teacher_probs is not None:
+        if any(tensor is not None for tensor in (teacher_input, teacher_weight, operands.teacher_bias)):
+            raise ValueError(
+                f"{op}: teacher_probs came together with teacher_input, teacher_weight or teacher_bias; pass the "
+                "probabilities or the pair that makes them, not both"
+            )
+        what = "a probability for each token of input and row of linear_weight, got"
+        check_shape(op, "teacher_probs", operands.teacher_probs, (*input.shape[:-1], classes), what)
+        checks.check_floating(op, teacher_probs=operands.teacher_probs)
+        return
+    if teacher_input is None or teacher_weight is None:
+        given = [name for name in TEACHER[:3] if getattr(operands, name) is not None]
+        raise ValueError(
+            f"{op}: expected teacher_input and teacher_weight, or teacher_probs; got {' and '.join(given) or 'neither'}"
+        )
+    if teacher_input.dim() < 1 or not same_shape(teacher_input.shape[:-1], input.shape[:-1]):
+        raise ValueError(
+            f"{op}: expected teacher_input of shape {tuple(input.shape[:-1])} + (E,), with the tokens of input "
+            f"{tuple(input.shape)}, got {tuple(teacher_input.shape)}"
+        )
+    names = ("teacher_input", "teacher_weight", "teacher_bias")
+    checks.check_linear(op, teacher_input, teacher_weight, operands.teacher_bias, names, classes_at_least=0)
+    if teacher_weight.shape[0] != classes:
+        raise ValueError(
+            f"{op}: student and teacher must have one vocabulary, but linear_weight has {classes} rows and "
+            f"teacher_weight {teacher_weight.shape[0]}; where one is padded, pass vocab_size, the classes of both"
+        )
 
 
 def check_reduced(
@@ -156,37 +185,12 @@ def check_reduced(
 def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:
     checks.check_per_class(op, "weight", weight, num_classes, of_classes)
     checks.check_device(op, rows, of, weight=weight)
-    check_no_gradient(op, "weight", weight)
-
-
-def check_no_gradient(op: str, hole: str, tensor: Tensor) -> None:
-    if (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor):
-        refuse_hole(op, hole)
+    checks.check_constants(op, weight=weight)
 
 
 def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], what: str, hint: str = "") -> None:
     if tensor is not None and not same_shape(tensor.shape, shape):
         raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what} {tuple(tensor.shape)}{hint}")
-
-
-def check_main_grad(op: str, call: CrossEntropy) -> None:
-    """flce_ops/meta/checks.py checks the buffer itself, where all operands are known."""
-    assert call.main_grad is not None
-    if call.main_grad.requires_grad:
-        raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
-    if torch.is_grad_enabled() and not call.linear_weight.requires_grad:
-        raise ValueError(
-            f"{op}: main_grad takes the gradient of linear_weight, which requires none; leave main_grad out for a "
-            "frozen head"
-        )
-
-
-def check_sparse_gradient(op: str, call: CrossEntropy | LogProbs | TokenLoss | PolicyLoss) -> None:
-    """Operands already have the dtype of autocast."""
-    if wants_gradient(call):
-        checks.check_sparse(op, call.sparse, call.input)
-    else:
-        checks.check_sparse_options(op, call.sparse)
 
 
 def check_head(op: str, call: CrossEntropy | LogProbs | TokenLoss | PolicyLoss) -> None:
@@ -206,7 +210,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs | TokenLoss | PolicyLoss) 
     checks.check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())
     if call.sparse != SparseGradient():
-        check_sparse_gradient(op, call)
+        checks.check_sparse(op, call.sparse, call.input if wants_gradient(call) else None)
 
 
 def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: Tensor, *, topk: bool) -> None:
@@ -225,10 +229,7 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
             hint = "; several classes a token need target_weight, a weight for each"
         if target.shape == linear_weight.shape[:-1]:
             hint = "; are input and linear_weight swapped?"
-        raise ValueError(
-            f"{op}: expected target of shape {tokens}, one class index per token of input "
-            f"{tuple(input.shape)}, got {tuple(target.shape)}{hint}"
-        )
+        check_shape(op, "target", target, tokens, f"one class index per token of input {tuple(input.shape)}, got", hint)
 
 
 def check_class_probabilities(call: CrossEntropy) -> None:
@@ -244,7 +245,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
             f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
         )
-    check_no_gradient(OP, "target", target)
+    checks.check_constants(OP, target=target)
     if call.ignore_index != -100:
         raise ValueError(
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "

@@ -15,11 +15,11 @@ from ..distributed import vocab_parallel
 from ..math.options import Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import WithGrad as Operator
-from ..meta.checks import check_main_grad as check_buffer
+from ..meta.checks import check_main_grad
 from ..ops.call_facts import gradients_wanted, options_in_facts
 from ..ops.paths import gradients_in_the_same_pass
 from ..support.dtensors import any_dtensor
-from .arguments import OP, check_arguments, check_main_grad
+from .arguments import OP, check_arguments
 from .class_order import check_class_order, in_class_order, in_order_of_ids
 from .kl_div import loss_of_probabilities
 from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
@@ -48,8 +48,6 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
 
 def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, TokenStatistics]:
     """Body of torch.ops.flce.linear_cross_entropy, which returns the first of the two results."""
-    if call.main_grad is not None:
-        check_main_grad(OP, call)
     if call.gradient_class_order is not None:
         check_class_order(OP, call)
     layout = layout_of_call(OP, call)
@@ -62,8 +60,7 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     if order is not None:
         call = in_class_order(call)
     operands = layout.head(call)
-    if call.main_grad is not None:
-        check_buffer(OP, operands, call.main_grad)
+    check_main_grad(OP, operands, call.main_grad)
     target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
     problem = token_losses(OP, layout, call, operands, asked, target_weight=target_weight)
     with_grad: WithGrad | None = None

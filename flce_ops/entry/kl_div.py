@@ -13,8 +13,8 @@ from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
 from ..math.options import LogitNumbers, Number, accumulation_dtype, logit_options, scalar
 from ..math.reduction import mean_denominator, row_factor, weighted_sum
 from ..meta.arguments import KlDivForward, KlDivWithGrad
-from ..meta.kl_div_checks import check_kind
 from ..objectives.class_probabilities import smoothed_and_weighted
+from ..objectives.divergence import KINDS
 from ..ops.call_facts import gradients_wanted, needs_gradient
 from ..ops.paths import gradients_in_the_same_pass
 from ..support.symbolic import known_only_when_it_runs
@@ -72,7 +72,8 @@ def resolve_kind(kind: str, beta: Number) -> str:
     """The kind to compute. At beta = 0 and 1, "jsd" is 0 by its formula. It then stands for the divergence to which jsd
     / beta or jsd / (1 - beta) tends: "forward" or "reverse".
     """
-    check_kind(OP, kind)
+    if kind not in KINDS:
+        raise ValueError(f"{OP}: expected kind to be one of {', '.join(KINDS)}, got {kind!r}")
     if known_only_when_it_runs(beta):
         raise ValueError(FROM_DATA.format(op=OP, name="beta"))
     if not 0.0 <= beta <= 1.0:

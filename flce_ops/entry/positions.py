@@ -13,8 +13,7 @@ from torch import Tensor
 from ..math.options import Statistics, TokenStatistics, accumulation_dtype, scalar
 from ..math.reduction import mean_denominator, nan_for_nothing
 from ..meta.checks import check_dense, check_device, check_per_class
-from ..support.symbolic import same_shape
-from .arguments import OP, check_normalizer, check_reduction
+from .arguments import OP, check_normalizer, check_reduction, check_shape
 from .schemas import CrossEntropy
 
 # D hidden, V vocabulary; (...) tokens, (d...) positions
@@ -80,11 +79,8 @@ def check_positions(call: CrossEntropy) -> None:
         ("linear_bias", call.linear_bias, (num_classes, *positions)),
         ("token_weight", call.token_weight, (*tokens, *positions)),
     ):
-        if tensor is not None and not same_shape(tensor.shape, expected):
-            raise ValueError(
-                f"{OP}: expected {name} of shape {expected} beside linear_weight {tuple(linear_weight.shape)} and "
-                f"input {tuple(input.shape)}, got {tuple(tensor.shape)}"
-            )
+        of = f"beside linear_weight {tuple(linear_weight.shape)} and input {tuple(input.shape)}, got"
+        check_shape(OP, name, tensor, expected, of)
     if call.weight is not None:
         check_per_class(OP, "weight", call.weight, num_classes)
     check_device(OP, input, target=target, weight=call.weight)

@@ -55,19 +55,3 @@ class CrossEntropyKeywords(LossKeywords, SparseKeywords, total=False):
     gradient_class_order: Tensor | None  # (V,)
     batch_invariant: bool
     options: object
-
-
-class ForwardKeywords(TypedDict, total=False):
-    """The keywords of forward in both modules."""
-
-    token_weight: Tensor | None  # (...)
-    target_weight: Tensor | None  # (..., K)
-    normalizer: Tensor | float | None  # ()
-    shift: bool
-    gradient_seed: Tensor | None  # ()
-    gradient_class_order: Tensor | None  # (V,)
-
-
-class HeadKeywords(ForwardKeywords, total=False):
-    weight: Tensor | None  # (V,)
-    reduction: ReductionName

@@ -30,14 +30,8 @@ def cross_entropy(
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, return_metrics: Literal[True], **options: Unpack[LogitsKeywords]
-) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
-
-@overload
-def cross_entropy(
     logits: Tensor, target: Tensor, *, return_metrics: bool, **options: Unpack[LogitsKeywords]
-) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
+) -> Any: ...
 
 
 @public(call, only_for=("inplace_backward", "return_metrics"))

@@ -86,33 +86,9 @@ def linear_cross_entropy(
     target: Tensor,
     linear_bias: Tensor | None = None,
     *,
-    return_metrics: Literal[True],
+    return_metrics: bool | Sequence[str],
     **options: Unpack[CrossEntropyKeywords],
-) -> tuple[Tensor, LinearCrossEntropyMetrics]: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    return_metrics: Sequence[str],
-    **options: Unpack[CrossEntropyKeywords],
-) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    return_metrics: bool,
-    **options: Unpack[CrossEntropyKeywords],
-) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]: ...
+) -> Any: ...
 
 
 @public(call, only_for=("options", "return_metrics"))

@@ -92,13 +92,13 @@ def typed(function: Function) -> Function:
     return cast(Function, run)
 
 
-def refuse_misnamed(op: str, misnamed: dict[str, Any], *names: str) -> None:
-    """Refuses unknown keywords, which a method has collected in `misnamed`. The method has no wrapper for this check,
+def refuse_misnamed(module: torch.nn.Module, misnamed: dict[str, Any]) -> None:
+    """Refuses unknown keywords, which forward has collected in `misnamed`. forward has no wrapper for this check,
     because torch.fx could not trace the wrapper.
     """
     if isinstance(misnamed, dict):  # otherwise a torch.fx Proxy
         for name in misnamed:
-            refuse_name(op, name, names)
+            refuse_name(type(module).__name__, name, ("input", "target", *type(module).forward.__kwdefaults__))
 
 
 def refuse_type(op: str, name: str, value: Any, expected: str) -> NoReturn:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..math.sparse_gradient import SparseGradient
-from ..meta.checks import check_sparse_options
+from ..meta.checks import check_sparse
 
 
 def check_threshold(op: str, gradient_threshold: float) -> None:
-    check_sparse_options(op, SparseGradient(gradient_threshold))
+    check_sparse(op, SparseGradient(gradient_threshold))
 
 
 def sparse_options(gradient_threshold: float, device: torch.device) -> dict[str, Any]:

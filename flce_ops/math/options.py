@@ -96,10 +96,6 @@ class Cotangents(NamedTuple):
             *(None if grad is None else torch.where(of, grad, 0.0).to(dtype) for grad, of in zip(self, counted))
         )
 
-    def filled(self, like: Tensor) -> "Cotangents":
-        """Replaces a grad_lse of None by zeros. The other two may stay None."""
-        return self if self.grad_lse is not None else self._replace(grad_lse=torch.zeros_like(like))
-
 
 class Statistics(NamedTuple):
     """Which statistics of a row of logits are requested, with p = softmax(z)."""

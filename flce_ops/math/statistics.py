@@ -54,19 +54,16 @@ class Rows(NamedTuple):
         return changed(TokenStatistics.found(asked, found), torch.Tensor.detach)
 
 
-def asked_of_forward(asked: Statistics) -> dict[str, bool]:
-    """The forward operator's flags for these statistics. It always returns lse."""
+def asked_of_rows(problem: Any) -> dict[str, bool]:
+    """The forward operator's flags for the statistics and the losses of TokenLosses. It always returns lse."""
+    asked = problem.statistics
     return {
+        "logit_sum": problem.loss.label_smoothing != 0.0,
         "expected_log_prob": asked.entropy,
         "argmax": asked.argmax,
         "log_sum_sq_probs": asked.log_sum_sq_probs,
         "mean_logit": asked.mean_logit,
     }
-
-
-def asked_of_rows(problem: Any) -> dict[str, bool]:
-    """The same, and what the losses of a cross-entropy need. `problem` is TokenLosses, or a call."""
-    return {"logit_sum": problem.loss.label_smoothing != 0.0, **asked_of_forward(problem.statistics)}
 
 
 def statistics_of_shards(
@@ -75,18 +72,17 @@ def statistics_of_shards(
     lse: Tensor,  # (N,), of the whole rows
     log_share: Tensor,  # (R, N): lse_r - lse
 ) -> TokenStatistics:  # (N,)
+    """Only the entropy has a derivative."""
     _, _, entropy, squares, mean_logit = per_shard
+    # a rank without classes, or with a bias of -inf on all of them, has a share of 0, where s log s is 0
+    log_share = log_share.clamp(min=-1e4)
     share = log_share.exp()
-    if asked.entropy:  # a rank without classes, or with a bias of -inf on all of them, has a share of 0
+    if asked.entropy:
         entropy = torch.where(share == 0.0, 0.0, share * (entropy - log_share)).sum(0)
     if asked.log_sum_sq_probs:
-        squares = torch.where(share == 0.0, -torch.inf, 2.0 * log_share + squares).logsumexp(0)
-    return TokenStatistics(
-        lse=lse if asked.lse else None,
-        entropy=entropy,
-        log_sum_sq_probs=squares,
-        mean_logit=mean_logit.sum(0) if asked.mean_logit else None,
-    )
+        squares = torch.where(share == 0.0, -torch.inf, (2.0 * log_share + squares).detach()).logsumexp(0)
+    mean_logit = mean_logit.detach().sum(0) if asked.mean_logit else None
+    return TokenStatistics(None, lse if asked.lse else None, entropy, squares, mean_logit)
 
 
 def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:

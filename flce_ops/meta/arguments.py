@@ -184,7 +184,13 @@ def shape_of_teacher_shift(operands: KlDivOperands) -> tuple[int, int]:
     return 2, operands.input.shape[0] if operands.teacher_probs is None else 0
 
 
-class KlDivForward(Arguments, keyword_from="options"):
+class KlDiv(Arguments):
+    @property
+    def logits(self) -> LogitOptions:
+        return vars(self)["options"].student
+
+
+class KlDivForward(KlDiv, keyword_from="options"):
     """A shift turns logits into log-probabilities. It is two numbers: the row's maximum over this rank's columns, and
     the log of the softmax's denominator relative to that maximum. Their sum, lse, would lose digits in float32 at large
     logits.
@@ -202,7 +208,7 @@ class KlDivForward(Arguments, keyword_from="options"):
     options: KlDivOptions
 
 
-class KlDivBackward(Arguments, keyword_from="options"):
+class KlDivBackward(KlDiv, keyword_from="options"):
     op = "linear_kl_div_backward"
     results = (*GRADIENTS, OF_SCALE)
 
@@ -216,12 +222,8 @@ class KlDivBackward(Arguments, keyword_from="options"):
     scale_gradient: bool = False
     divergence: Tensor | None = None  # (N,), of forward, for "nla"
 
-    @property
-    def logits(self) -> LogitOptions:
-        return self.options.student
 
-
-class KlDivWithGrad(Arguments, keyword_from="options"):
+class KlDivWithGrad(KlDiv, keyword_from="options"):
     op = "linear_kl_div_with_grad"
     results = (scalar("loss"), token("divergence"), *GRADIENTS, OF_SCALE)
 
@@ -230,10 +232,6 @@ class KlDivWithGrad(Arguments, keyword_from="options"):
     options: KlDivOptions
     output_mask: OutputMask
     scale_gradient: bool = False
-
-    @property
-    def logits(self) -> LogitOptions:
-        return self.options.student
 
 
 class TokenOperands(NamedTuple):

@@ -14,6 +14,7 @@ from torch import SymInt, Tensor
 from ..math.options import Operands, accumulation_dtype
 from ..math.sparse_gradient import MODES, OPERANDS, SparseGradient
 from ..support.holes import refuse_hole
+from ..support.torch_private import has_tangent
 
 # N tokens, D hidden, V vocabulary
 
@@ -150,8 +151,7 @@ def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_wei
             f"{op}: expected {name} of shape ({num_classes},), one entry per row of {of_weight}, "
             f"got {tuple(tensor.shape)}"
         )
-    if not tensor.dtype.is_floating_point:
-        raise TypeError(f"{op}: expected {name} in a floating dtype, got {tensor.dtype}")
+    check_floating(op, **{name: tensor})
 
 
 def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | None) -> None:
@@ -163,16 +163,29 @@ def check_device(op: str, input: Tensor, of: str = "input", **tensors: Tensor | 
             )
 
 
-def check_constants(op: str, **tensors: Tensor | None) -> None:
+def check_floating(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            refuse_hole(op, "constant", name=name)
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"{op}: expected {name} in a floating dtype, got {tensor.dtype}")
+
+
+def check_constants(op: str, hole: str = "constant", /, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and ((tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor)):
+            refuse_hole(op, hole, name=name)
 
 
 def check_main_grad(op: str, operands: Operands, main_grad: Tensor | None) -> None:
     if main_grad is None:
         return
     linear_weight = operands.linear_weight
+    if main_grad.requires_grad:
+        raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")
+    if torch.is_grad_enabled() and not linear_weight.requires_grad:
+        raise ValueError(
+            f"{op}: main_grad takes the gradient of linear_weight, which requires none; leave main_grad out for a "
+            "frozen head"
+        )
     check_dense(op, main_grad=main_grad)
     if main_grad.shape != linear_weight.shape or not main_grad.is_contiguous():
         raise ValueError(
@@ -207,8 +220,8 @@ def extent(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
     return tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
-def check_sparse_options(op: str, sparse: SparseGradient) -> None:
-    """Checks the options, whether a gradient is wanted or not."""
+def check_sparse(op: str, sparse: SparseGradient, input: Tensor | None = None) -> None:
+    """Checks the options; with `input`, also what making the gradient needs."""
     threshold = sparse.gradient_threshold
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"{op}: expected gradient_threshold in [0, 1), got {threshold}")
@@ -216,12 +229,7 @@ def check_sparse_options(op: str, sparse: SparseGradient) -> None:
         value = getattr(sparse, name)
         if value not in known:
             raise ValueError(f"{op}: expected {name} to be one of {', '.join(known)}, got {value!r}")
-
-
-def check_sparse(op: str, sparse: SparseGradient, input: Tensor) -> None:
-    """Checks the options for an operator that makes gradients."""
-    check_sparse_options(op, sparse)
-    if not sparse.gradient_threshold:
+    if input is None or not threshold:
         return
     seed = sparse.gradient_seed
     if sparse.gradient_mode == "unbiased":

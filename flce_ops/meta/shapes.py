@@ -12,10 +12,12 @@ from .call import Arguments
 
 # N tokens, D and E hidden, V vocabulary
 
-AXES = {
+AXES = {  # aten/valid_tokens.py finds the tensors with rows of tokens by it, too
     **{"input": "ND", "linear_weight": "VD", "linear_bias": "V", "weight": "V", "logits": "NV", "target": "N"},
     **{"teacher_input": "NE", "teacher_weight": "VE", "teacher_bias": "V", "teacher_probs": "NV", "valid": "N"},
-    **dict.fromkeys(("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob", "row_scale", "grad"), "N"),
+    **dict.fromkeys(
+        ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"
+    ),
     **dict.fromkeys((*Cotangents._fields, "target_weight"), "N"),
     "main_grad": "VD",
 }

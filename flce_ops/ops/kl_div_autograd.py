@@ -9,7 +9,7 @@ The teacher is constant. Requesting a gradient for it is an error.
 
 from ..math.kl_div_arguments import TEACHER
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from ..meta.kl_div_checks import check_no_teacher_gradient
+from ..meta.checks import check_constants
 from ..objectives.divergence import DIVERGENCES
 from .function import OperatorFunction, WithoutDerivative, wanted, where_wanted
 from .made_in_forward import MadeInForward
@@ -24,8 +24,7 @@ class KlDivFunction(OperatorFunction):
 
     @classmethod
     def check(cls, op, values):
-        teacher = {name: values[cls.arguments.index[name]] for name in TEACHER}
-        check_no_teacher_gradient(cls.arguments.op, **teacher)
+        check_constants(cls.arguments.op, "teacher", **{name: values[cls.arguments.index[name]] for name in TEACHER})
 
 
 class ForwardFunction(KlDivFunction):

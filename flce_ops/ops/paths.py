@@ -150,16 +150,18 @@ KERNELS = {
         ".with_grad:vocab_parallel_with_grad",
     ),
     "cross_entropy_forward": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_forward", ".cross_entropy:forward"
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_forward", ".forward:logits_forward"
     ),
     "cross_entropy_backward": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_backward", ".cross_entropy:backward"
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_backward", ".backward:logits_backward"
     ),
     "cross_entropy_with_grad": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_with_grad", ".cross_entropy:with_grad"
+        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_with_grad", ".with_grad:logits_with_grad"
     ),
     "cross_entropy_with_grad_": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_with_grad_in_place", ".cross_entropy:with_grad_in_place"
+        TRITON_OF_LOGITS,
+        ".given_logits.cross_entropy:launch_with_grad_in_place",
+        ".with_grad:logits_with_grad_in_place",
     ),
     "linear_token_loss_with_grad": kernels(
         (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_token_loss_with_grad", ".with_grad:token_loss_with_grad"

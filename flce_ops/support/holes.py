@@ -20,9 +20,6 @@ HOLES = {
     "temperature of tokens": "a temperature of each token is not implemented; pass input / temperature.unsqueeze(-1), "
     "or logits so divided; with linear_bias make the bias one more feature of both operands first; with softcap call "
     "once for each temperature",
-    "weight": "weight (class weights) gets no gradient; pass weight.detach()",
-    "target": "target (class probabilities) gets no gradient; pass target.detach()",
-    "target_weight": "target_weight gets no gradient; pass target_weight.detach()",
     "teacher": "the teacher is constant, but {name} requires a gradient; pass {name}.detach(), or freeze the teacher "
     "with requires_grad_(False)",
     # derivatives

@@ -10,7 +10,9 @@ from reference_loss import error
 from test_cross_entropy import OPTIONS, make_logits
 
 import flce_ops
-from flce_ops.aten import cross_entropy as aten
+from flce_ops.aten.backward import logits_backward
+from flce_ops.aten.forward import logits_forward
+from flce_ops.aten.with_grad import logits_with_grad
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 
@@ -51,7 +53,9 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
         assert error(found, right) <= max(TOLERANCE[dtype], 2 * error(plain, right))
 
     asked = {"logit_sum": True, "argmax": True, **of_logits}
-    found, right = (f(x, target, weight, **asked) for f, x in ((triton.launch_forward, logits), (aten.forward, exact)))
+    found, right = (
+        f(x, target, weight, **asked) for f, x in ((triton.launch_forward, logits), (logits_forward, exact))
+    )
     for number, expected in zip(found[:4], right[:4]):
         # the lse of two classes may be near 0
         number, expected = number.double(), expected.double()
@@ -61,16 +65,16 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
     exact_row = (*cotangents, exact, target, weight, right[1], right[4])
     same(
         triton.launch_backward(*of_row, **of_logits),
-        aten.backward(*exact_row, **of_logits),
-        aten.backward(*of_row, **of_logits),
+        logits_backward(*exact_row, **of_logits),
+        logits_backward(*of_row, **of_logits),
     )
     scale = torch.rand(shape[0]).where(target >= 0, 0.0)
     for row_scale, divisor in ((None, None), (None, torch.tensor(2.5)), (scale, None)):
         factors = (weight, row_scale, divisor)
         in_double = (weight, *(None if factor is None else factor.double() for factor in factors[1:]))
         found = triton.launch_with_grad(logits, target, *factors, argmax=True, **numbers)
-        right = aten.with_grad(exact, target, *in_double, argmax=True, **numbers)
-        plain = aten.with_grad(logits, target, *factors, argmax=True, **numbers)
+        right = logits_with_grad(exact, target, *in_double, argmax=True, **numbers)
+        plain = logits_with_grad(logits, target, *factors, argmax=True, **numbers)
         for results in zip(found, right, plain, strict=True):
             same(*results)
     neighbours = memory[:, shape[1] :].clone()
@@ -117,7 +121,7 @@ def test_bfloat16_logits_are_unpacked_as_they_are():
     triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
     logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
     found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
-    right = aten.forward(logits.double(), target, None, logit_sum=True, argmax=True)
+    right = logits_forward(logits.double(), target, None, logit_sum=True, argmax=True)
     for number, expected in zip(found[:4], right[:4]):
         assert error(number, expected) <= TOLERANCE[torch.float32]
 

@@ -138,7 +138,7 @@ def test_chunks_change_nothing_but_rounding(device, softcap, reduction, kind, po
     expected = run_reference(pair, **options)
     with flce_ops.workspace(1):
         found = run(flce_ops.linear_kl_div, pair, **options)
-        assert flce_ops.last_path().chunks == 4
+        assert flce_ops.last_path().chunks == (7 if device == "cpu" else 4)
     for name in expected:
         assert error(found[name], expected[name]) < 1e-13, name
 

@@ -72,7 +72,7 @@ def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, redu
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_need_one_chunk(monkeypatch, reduction):
+def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_need_two_chunks(monkeypatch, reduction):
     """linear_kl_div holds more matrices than linear_cross_entropy, so it has more chunks. The rule for the float32 sum
     depends on the number of chunks.
     """
@@ -85,8 +85,8 @@ def test_the_weight_gradient_is_summed_in_float32_though_cross_entropy_would_nee
 
     monkeypatch.setattr(gradients, "GradientAccumulator", Watched)
     pair = make_pair((2000, 16, 8, 509), dtype=torch.bfloat16)
-    with flce_ops.workspace(2000 * (509 * 2 + 200)):
-        assert rows_of_cross_entropy(pair["input"], 509) == 2000
+    with flce_ops.workspace(2000 * (509 + 200)):
+        assert rows_of_cross_entropy(pair["input"], 509) > 1000
         flce_ops.linear_kl_div(**pair, kind="jsd", reduction=reduction).sum().backward()
         assert flce_ops.last_path().chunks > ROUNDED_CHUNKS_ON_CPU
     assert dtypes == [torch.float32]

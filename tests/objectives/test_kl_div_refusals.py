@@ -10,8 +10,8 @@ from reference_divergence import make_pair
 from test_kl_div_operator import SHAPE, flce, inner_args
 
 import flce_ops
+from flce_ops.entry.arguments import check_teacher
 from flce_ops.math.kl_div_arguments import KlDivOperands
-from flce_ops.meta.kl_div_checks import check_teacher
 
 
 def test_a_teacher_without_classes_is_a_shards():

@@ -18,7 +18,7 @@ def test_what_is_exact_is_as_promised(device, capsys, monkeypatch):
     monkeypatch.setattr(check, "step", lambda head: [])  # the step takes seconds
     assert check.main(["--device", device]) == 0
     shown = capsys.readouterr().out
-    assert f"flce_ops {flce_ops.__version__}, torch {torch.__version__}" in shown
+    assert f"flce_ops {flce_ops.__version__} on {device}" in shown and f"PyTorch version: {torch.__version__}" in shown
     assert shown.count("| yes |") == 4 * len(check.DTYPES) and shown.endswith("all as promised\n")
 
 

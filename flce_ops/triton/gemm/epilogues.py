@@ -205,4 +205,5 @@ def gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl
     return result
 
 
+Epilogue = ExpSum | Largest | MaxSum | Gradient
 EPILOGUES = {ExpSum: exp_sum, Largest: largest, MaxSum: max_sum, Gradient: gradient}

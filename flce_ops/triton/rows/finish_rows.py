@@ -170,6 +170,8 @@ def finish_rows_kernel(
     BLOCK_TOPK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SCALED_ROWS: tl.constexpr,  # `rows` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
+    RESTS: tl.constexpr,  # `rest` is given
 ):
     """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
     BLOCK_N or BLOCK_TOPK numbers.
@@ -269,11 +271,11 @@ def finish_rows_kernel(
         rounded = largest.to(finished.entry.dtype.element_ty).to(tl.float32)
         weight_factor = store_factors(finished, i, mask, row_factor, largest, rounded, True)
         tl.store(finished.column + i, column_of_largest, mask=mask)
-    if rows is not None:
+    if SCALED_ROWS:
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
             product = load_tile(rows, i, d, mask, d < D).to(tl.float32) * weight_factor[:, None]
-            if rest is not None:
+            if RESTS:
                 stored = in_dtype_of(rows, product, False).to(tl.float32)
                 lost = tl.where(tl.abs(stored) == float("inf"), 0.0, product - stored)  # avoids inf - inf
                 store_tile(rest, lost, i, d, mask, d < D)
@@ -348,6 +350,8 @@ def launch_finish_rows(
         BLOCK_TOPK=topk_at_a_time(topk),
         BLOCK_T=TILES,
         BLOCK_D=COLUMNS,
+        SCALED_ROWS=scaled is not None,
+        RESTS=rest is not None,
         num_warps=4,
     )
     return finished

@@ -98,17 +98,16 @@ def launch_exponentials(
         **per_tile,
     )
 
-    def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
-        stored = out if sums.quantized is None else sums.quantized.numbers
-        given = input, linear_weight, linear_bias, sums, call.logits, valid_tokens
-        backend.logits(*given, out=stored, guard=guarded)
+    def launch(epilogue: ExpSum | Largest, stored: Tensor | None, **options: Any) -> Any:
+        operands = input, linear_weight, linear_bias, epilogue, call.logits, valid_tokens
+        return backend.logits(*operands, out=stored, **options)
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
-    exponentiate(sums)
-    largest = Largest(reference_logit, guard)
-    backend.logits(input, linear_weight, linear_bias, largest, call.logits, valid_tokens, guard=guard)
+    matrices = launch(sums, out if quantized is None else quantized.numbers)
+    launch(Largest(reference_logit, guard), None, guard=guard, matrices=matrices)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
-    exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
+    sums = ExpSum(reference_logit, None, partial, reference_class=reference_class, **again)
+    launch(sums, out, guard=guard, matrices=matrices)
     found: dict[str, Tensor] = {}
     if asked.argmax:
         largest = per_tile["row_max"], per_tile["argmax"]

@@ -107,7 +107,7 @@ class OnePassStep:
             rows,
             at_target,
             out=exponentials,
-            asked=sums_for(Statistics(*(out is not None for out in statistics))),
+            asked=sums_for(Statistics(*[out is not None for out in statistics])),
             # as forward's operator sums
             reference_class=at_target.reference_class if self.by_ranges and statistics.entropy is not None else None,
         )
