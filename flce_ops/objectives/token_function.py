@@ -52,14 +52,13 @@ class TokenLoss:
         name: str,
         *,
         op: str = OP,  # named in errors
-        names: Sequence[str] | None = None,  # of the tensors, in errors; None: the function's parameters
         compile: bool = False,
         by_vector: bool = False,  # the function takes the numbers of all tokens, and treats each one alone
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function, self.name, self.op, self.by_vector = function, name, op, by_vector
         positional, keywords = parameters_of(function)
-        self.names = tuple(positional[1:] if names is None else names)
+        self.names = positional[1:]  # of the tensors, in errors
         self.reads = tuple(parameter.name for parameter in keywords if parameter.name in ROW_NUMBERS)
         unknown = [p.name for p in keywords if p.default is p.empty and p.name not in ROW_NUMBERS]
         if unknown:
