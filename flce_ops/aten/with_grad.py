@@ -76,8 +76,7 @@ def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> 
     of_head = products_and_gradients(call, (*grads, of_scale))
     tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
     valid, _, column = target_columns(target, call.ignore_index, 0, call.operands.num_classes)
-    counts = target != call.ignore_index if target.dim() == 2 else None
-    objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
+    objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
     loss.copy_(loss_and_gradients(call, *of_head, objective, valid, column, losses, log_probs=log_probs))
 
 
@@ -226,12 +225,9 @@ def loss_and_gradients(
                 rows, numbers, lse, lse_rest, target_logit
             )
         own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-        # ignored rows may have inf
-        distance = torch.where(beside_topk(own_valid, distance), distance, own.surprisal_at_ignored)
+        distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
         if log_probs is not None:
-            counts = own_valid if own.weight is None else own.weight
-            log_probs[rows] = torch.where(counts, -distance, 0.0)
-            lse = torch.where(own_valid, lse, 0.0)
+            log_probs[rows] = torch.where(own.weight, -distance, 0.0)
         found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
         own_losses.copy_(found)
         cotangents = own.cotangents(slopes, own_scale)

@@ -52,7 +52,9 @@ def typed(function: Function) -> Function:
     """
     op = function.__qualname__.removesuffix(".__init__")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    hints = {name: parts_of(hint) for name, hint in function.__annotations__.items() if name != "return"}
+    code = function.__code__
+    more = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if takes_more(function) else ""
+    hints = {name: parts_of(hint) for name, hint in function.__annotations__.items() if name not in ("return", more)}
     known = {name: parts for name, parts in hints.items() if all(part in KINDS for part in parts)}
     fitting = {name: tuple(kind for part in parts for kind in KINDS[part][0]) for name, parts in known.items()}
     numbers = {name for name, parts in known.items() if float in parts and Tensor not in parts}
@@ -118,6 +120,11 @@ def as_float(op: str, name: str, value: int, allowed: bool) -> float:
     raise ValueError(f"{op}: expected {name} in the range of {dtype}, got an integer of {value.bit_length()} bits")
 
 
+def takes_more(function: Callable) -> bool:
+    """Whether the function takes any number of positional arguments."""
+    return bool(function.__code__.co_flags & inspect.CO_VARARGS)
+
+
 def parts_of(hint: Any) -> tuple[Any, ...]:
     parts = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return tuple(str if get_origin(part) is Literal else part for part in parts)
@@ -132,20 +139,20 @@ def public(body: Callable[[dict[str, Any]], Any], *, only_for: tuple[str, ...] =
         check, code = typed(signature).check, signature.__code__  # type: ignore[attr-defined]
         positional, defaults = code.co_varnames[: code.co_argcount], signature.__defaults__ or ()
         required = positional[: len(positional) - len(defaults)]
-        takes_more = bool(code.co_flags & inspect.CO_VARARGS)
+        more = takes_more(signature)
 
         @functools.wraps(signature)
         def run(*args, **kwargs):
             check(args, kwargs)
             given = {**dict(zip(positional, args)), **kwargs}
-            rest = args[len(positional) :] if takes_more else ()
+            rest = args[len(positional) :] if more else ()
             fits = len(given) + len(rest) == len(args) + len(kwargs)
             for name in required:
                 fits &= name in given
             if not fits:
                 refuse_class_weight(signature.__name__, given)
                 signature(*args, **kwargs)  # raises Python's own error
-            if takes_more:
+            if more:
                 given["tensors"] = rest
             needed = not only_for
             for name in only_for:

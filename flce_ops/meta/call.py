@@ -115,7 +115,6 @@ class Arguments:
 
     op: ClassVar[str] = ""
     results: ClassVar[tuple[Result, ...]] = ()
-    objective: ClassVar[Any] = None  # the objective that the operator belongs to
     written: ClassVar[str] = ""  # the argument that the operator writes to
 
     arguments: ClassVar[tuple[Argument, ...]]

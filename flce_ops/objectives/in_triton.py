@@ -10,11 +10,6 @@ LARGE = tl.constexpr(64.0)  # in base 2: for a larger a, 1 + 2^a equals 2^a in f
 
 
 @triton.jit
-def exp(x):
-    return tl.exp(x)
-
-
-@triton.jit
 def log(x):
     return tl.log(x)
 
@@ -22,18 +17,6 @@ def log(x):
 @triton.jit
 def where(condition, values, otherwise):
     return tl.where(condition, values, otherwise)
-
-
-@triton.jit
-def expm1(x):
-    """e^x - 1. Near 0 it is a series, whose first omitted term is below 2e-8 of the sum."""
-    series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
-    return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
-
-
-@triton.jit
-def clamp(values, lowest, highest):
-    return tl.where(values < lowest, lowest, tl.where(values > highest, highest, values))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ for tensors and in_triton.py for kernels:
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
-    return exp(-surprisal), ...     of_target.jit      the same source with the words of a kernel, for Triton
+    return times(weight, ...), ...  of_target.jit      the same source with the words of a kernel, for Triton
 """
 
 import types
@@ -26,18 +26,13 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, changed
+from ..math.options import Cotangents
 from ..math.topk import beside_topk
 
 # N tokens, K classes of each
 
 
-exp, expm1, log, where = torch.exp, torch.expm1, torch.log, torch.where
-
-
-def clamp(values: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """Clamps values; nan stays nan."""
-    return values.clamp(lowest, highest)
+log, where = torch.log, torch.where
 
 
 def constant(values: Tensor) -> Tensor:
@@ -64,7 +59,7 @@ def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
     return factor if isinstance(values, float) and values == 1.0 else factor * values
 
 
-WORDS = ("exp", "expm1", "log", "where", "clamp", "constant", "number", "of_tokens", "times")
+WORDS = ("where", "constant", "number", "of_tokens", "times")
 
 
 class RowFunction:
@@ -109,7 +104,6 @@ Slope = Any  # (N,), or (N, K) for a target (N, K); one number if it is equal fo
 class RowObjective(RowNumbers):
     bounded: ClassVar[bool] = False  # if the slope is 0, the gradient is 0, even if the loss is divided by 0
     by_row: ClassVar[bool] = False  # in a kernel: the tensors are by rows of a chunk, not by tokens
-    surprisal_at_ignored: ClassVar[float] = 0.0
     of_target: ClassVar[RowFunction]
 
     @RowFunction
@@ -130,10 +124,7 @@ class RowObjective(RowNumbers):
 
     def of(self: Self, rows: slice) -> Self:
         """The objective of some tokens."""
-        if self.tokens is None and self.weight is None:
-            return self
-        tokens = None if self.tokens is None else changed(self.tokens, lambda values: values[rows])
-        return self._replace(tokens=tokens, weight=None if self.weight is None else self.weight[rows])
+        return self if self.weight is None else self._replace(weight=self.weight[rows])
 
     def losses_and_slopes(
         self,
@@ -160,8 +151,7 @@ class RowObjective(RowNumbers):
 
         def scaled(slope: Slope, scale: Tensor) -> Any:
             if self.bounded:
-                # ignored tokens have a scale of 0, and a slope that may be nan
-                return torch.where((slope == 0.0) | (scale == 0.0), 0.0, slope * scale)
+                return torch.where(slope == 0.0, 0.0, slope * scale)
             return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
 
         return Cotangents(scaled(d_target, by_target), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)

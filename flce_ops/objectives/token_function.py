@@ -52,14 +52,13 @@ class TokenLoss:
         name: str,
         *,
         op: str = OP,  # named in errors
-        names: Sequence[str] | None = None,  # of the tensors, in errors; None: the function's parameters
         compile: bool = False,
         by_vector: bool = False,  # the function takes the numbers of all tokens, and treats each one alone
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function, self.name, self.op, self.by_vector = function, name, op, by_vector
         positional, keywords = parameters_of(function)
-        self.names = tuple(positional[1:] if names is None else names)
+        self.names = positional[1:]  # of the tensors, in errors
         self.reads = tuple(parameter.name for parameter in keywords if parameter.name in ROW_NUMBERS)
         unknown = [p.name for p in keywords if p.default is p.empty and p.name not in ROW_NUMBERS]
         if unknown:
@@ -87,7 +86,9 @@ class TokenLoss:
         """With create_graph the results are differentiable. Otherwise they are constants, in an operator's kernel."""
         numbers = [log_prob] if lse is None else [log_prob, lse]
         with nullcontext() if create_graph else with_autograd():
-            if not create_graph:
+            if create_graph:  # views, because log_prob may have been made of lse
+                numbers = [number.view_as(number) for number in numbers]
+            else:
                 numbers = [own(number).detach() for number in numbers]
                 if self.compiled is not None and self.ran and log_prob.shape[0]:
                     with torch.no_grad():

@@ -26,12 +26,11 @@ def harmless(name: str, numbers: Tensor, counts: Tensor) -> Tensor:
 
 
 class FunctionObjective(RowObjective):
-    """`options` is a TokenLoss, `tokens` a tuple of its tensors, (N, ...) or (). `weight` says which of a token's K
-    classes count, (N, K) bool; None with one class a token.
+    """`options` is a TokenLoss, `tokens` a tuple of its tensors, (N, ...) or (). In ATen `weight` says which targets
+    count, (N,) or (N, K) bool.
     """
 
     bounded = True
-    surprisal_at_ignored = -HARMLESS["log_prob"]
 
     def of(self, rows: slice) -> "FunctionObjective":
         tokens = tuple(tensor[rows] if tensor.dim() else tensor for tensor in self.tokens)
@@ -40,16 +39,15 @@ class FunctionObjective(RowObjective):
     def losses_and_slopes(
         self, surprisal: Tensor, lse: Tensor, logit_sum: Tensor | None
     ) -> tuple[Tensor, tuple[Slope, Slope]]:
-        log_prob, again = -surprisal, torch.is_grad_enabled() and surprisal.requires_grad
-        if self.weight is not None:
-            log_prob = harmless("log_prob", log_prob, self.weight)
-        reads_lse = "lse" in self.options.reads
-        losses, slopes = self.options.losses_and_slopes(
-            log_prob, lse if reads_lse else None, self.tokens, create_graph=again
-        )
-        d_target = slopes.log_prob if self.weight is None else torch.where(self.weight, slopes.log_prob, 0.0)
-        d_lse = -d_target if self.weight is None else -d_target.sum(-1)
-        return losses, (d_target, d_lse if slopes.lse is None else d_lse + slopes.lse)
+        function, counts, again = self.options, self.weight, torch.is_grad_enabled() and surprisal.requires_grad
+        assert counts is not None
+        valid = counts.any(-1) if self.soft else counts
+        read = harmless("lse", lse, valid) if "lse" in function.reads else None
+        log_prob = harmless("log_prob", -surprisal, counts)
+        losses, slopes = function.losses_and_slopes(log_prob, read, self.tokens, create_graph=again)
+        d_target = torch.where(counts, slopes.log_prob, 0.0)  # a slope may be nan where no token counts
+        d_lse = -(d_target.sum(-1) if self.soft else d_target)
+        return losses, (d_target, d_lse if slopes.lse is None else d_lse + torch.where(valid, slopes.lse, 0.0))
 
 
 class LossesOfRows(NamedTuple):

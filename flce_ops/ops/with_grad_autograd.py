@@ -12,7 +12,7 @@ from ..meta.arguments import Backward, Forward, TokenLossWithGrad, WithGrad
 from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
 from ..objectives.token_losses import token_loss_named
-from ..objectives.token_objective import FunctionObjective, harmless, zero_where
+from ..objectives.token_objective import FunctionObjective, zero_where
 from ..support.holes import refuse_hole
 from .made_in_forward import MadeInForward
 
@@ -41,12 +41,9 @@ class LossOfHead(MadeInForward):
             surprisals = surprisal(rows.target_logit, rows.lse, rows.lse_rest)
         else:
             counts = operands.target != call.ignore_index
-            found = log_probs_of_targets(counts, rows.target_logit, rows.lse, rows.lse_rest)
-            surprisals = -harmless("log_prob", found, counts)
+            surprisals = -log_probs_of_targets(counts, rows.target_logit, rows.lse, rows.lse_rest)
             tensors = tuple(zero_where(~valid, tensor) for tensor in call.tensors)
-            objective = FunctionObjective(
-                token_loss_named(call.function), tensors, counts if counts.dim() == 2 else None
-            )
+            objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
         losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, rows.logit_sum if smoothed else None)
         scale = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)

@@ -71,7 +71,7 @@ def digest_of_function(function: Callable) -> str:
         elif isinstance(value, tuple | list | frozenset):
             for part in sorted(value, key=repr) if isinstance(value, frozenset) else value:
                 add(part)
-        elif isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
+        elif isinstance(value, types.FunctionType) and not str(value.__module__).startswith("torch."):
             seen.add(id(value))
             names = names_of_code(value.__code__)
             known = [value.__globals__.get(name) for name in names]

@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields
 
 # N tokens, K classes of a target, D hidden, V vocabulary, E hidden of the teacher
 
-FUNCTIONS = (*("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy"),)
+FUNCTIONS = ("cross_entropy", "metrics", "head", "loss_module", "log_probs", "kl_div", "given_logits", "policy")
+FUNCTIONS += ("token_loss",)
 LAYOUTS = ("rows", "columns", "both strides", "wide rows", "offset", "expanded", "repeated")
 
 # How derivatives are taken. Only this package uses the others; plain torch uses "grad" in their place.
@@ -106,6 +107,8 @@ class Case:
     kl_factor: float = 0.0
     kl_estimator: str = "k3"
     on_policy: bool = False  # on-policy: without old log-probabilities
+    formula: str = "-lp"  # of a token loss, in lp, a tensor a and a number g, and in what it reads
+    reads: tuple[str, ...] = ()
     sparse: str = ""  # gradient_mode, with a gradient_threshold
     threshold: float = 2.0**-6
     class_order: bool = False  # gradient_class_order, a permutation

@@ -38,13 +38,15 @@ def with_its_options(case: Case) -> Case:
         new |= {"reduction": "none", "tokens": case.tokens or (3,)}
     if case.function == "log_probs":
         new |= {"reduction": "none", "token_weight": ""}
-    if case.function in ("log_probs", "kl_div", "policy"):
+    if case.function in ("log_probs", "kl_div", "policy", "token_loss"):
         new |= {"z_loss": 0.0, "class_weight": "", "label_smoothing": 0.0}
     new |= newer_options(case)
     if new.get("reduction", case.reduction) == "none":
         new["normalizer"] = ""
-    if case.function == "policy" and case.normalizer == "zero":
+    if case.function in ("policy", "token_loss") and case.normalizer == "zero":
         new["normalizer"] = ""  # the normalizer would be multiplied by the slope 0 of a clipped token
+    if case.function == "token_loss" and case.bias == "-inf":
+        new["bias"] = "normal"  # documented: a log-probability of -inf times 0
     infinite = case.function == "kl_div" or (case.learnt and case.label_smoothing)
     if case.bias == "-inf" and (case.logit_scale <= 0.0 or infinite):
         # infinite logits lead to 0 log 0 in either distribution, and to infinite losses times a scale
@@ -91,7 +93,7 @@ def with_its_options(case: Case) -> Case:
 def newer_options(case: Case) -> dict:
     """The options that the function and the mode have, and the combinations that are not allowed."""
     new: dict = {}
-    if case.function not in ("cross_entropy", "metrics", "log_probs"):
+    if case.function not in ("cross_entropy", "metrics", "log_probs", "token_loss"):
         new["topk"] = 0
     if case.function not in ("metrics", "log_probs"):
         new["metrics"] = ()
@@ -129,13 +131,13 @@ def can_be_learnt(case: Case) -> bool:
     if case.learnt == "z_loss":
         return case.function in ("cross_entropy", "metrics")
     if case.learnt == "temperature":
-        return case.function in ("cross_entropy", "metrics", "log_probs", "policy")
+        return case.function in ("cross_entropy", "metrics", "log_probs", "policy", "token_loss")
     return case.function not in ("head", "loss_module", "given_logits")
 
 
 def possible_relations(case: Case) -> set[str]:
     kept = set(case.relations)
-    if case.function == "policy":  # the old log-probabilities are computed from the leaves
+    if case.function in ("policy", "token_loss"):  # the old log-probabilities are computed from the leaves
         kept &= {"penalty", "two calls", "token_weight of input", "token_weight of weight", "normalizer of input"}
         kept |= {"normalizer of token_weight"} & set(case.relations)
     if case.main_grad:  # autograd gets no gradient of the weight

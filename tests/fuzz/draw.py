@@ -79,6 +79,7 @@ def function(random: Random, case: Case) -> dict:
         "kl_div": 14,
         "given_logits": 10,
         "policy": 10,
+        "token_loss": 12,
     }
     return {"function": choose(random, shares)}
 
@@ -114,7 +115,7 @@ def flags(random: Random, case: Case) -> dict:
         new |= {"argmax": case.function == "metrics" or random.random() < 0.4}
     if case.function == "log_probs":
         return new | {"entropy": random.random() < 0.4}
-    if case.function == "policy":
+    if case.function in ("policy", "token_loss"):
         return new
     if case.function == "kl_div":
         new |= {
@@ -136,6 +137,9 @@ def newer(random: Random, case: Case) -> dict:
     """Arguments that few functions have."""
     new: dict = {"shift": random.random() < 0.15}
     topk = maybe(random, 0.25, random.randint(1, 12), 0)
+    if case.function == "token_loss":
+        reads = tuple(name for name in ("entropy", "lse") if random.random() < 0.15)
+        new |= {"topk": topk, "reads": reads, "formula": formula(random, ("lp", "a", *reads))}
     if case.function in ("cross_entropy", "metrics", "log_probs"):
         new |= {"topk": topk, "tail": case.function == "log_probs" and random.random() < 0.5}
     names = METRICS if topk else METRICS + ARGMAX_METRICS
@@ -159,6 +163,31 @@ def newer(random: Random, case: Case) -> dict:
         new["class_order"] = random.random() < (0.5 if new.get("sparse") else 0.05)
         new["threshold"] = 2.0 ** -random.randint(3, 9)
     return new
+
+
+def formula(random: Random, names: tuple[str, ...]) -> str:
+    """A loss of one token that depends on each of these names."""
+    terms = {
+        "lp": (
+            "lp",
+            "lp.exp()",
+            "(1.0 - lp.exp())",
+            "(lp + a).clamp(-3.0, 0.5)",
+            "torch.expm1(0.5 * lp)",
+            "lp.detach()",
+        ),
+        "a": ("a", "a.sigmoid()", "a * g"),
+        "lse": ("0.1 * lse", "lse.sigmoid()"),
+        "entropy": ("0.1 * entropy", "(-entropy).exp()"),
+    }
+
+    def made(depth: int) -> str:
+        if not depth:
+            return random.choice(terms[random.choice(names)])
+        x, y = made(depth - 1), made(depth - 1)
+        return random.choice((f"({x} * {y})", f"({x} + {y})", f"torch.where(a > 0.0, {x}, {y})", f"({x} - g * {y})"))
+
+    return f"{made(random.randint(0, 2))} - {' - '.join(random.choice(terms[name]) for name in names)} - lp"
 
 
 def numbers(random: Random, case: Case) -> dict:

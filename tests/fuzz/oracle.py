@@ -39,6 +39,8 @@ def call(case: Case, at: Tensors) -> Tensors:
     classes = torch.where(counts, at["target"], 0).long()
     if case.function == "policy":
         return policy(case, at, z, valid, classes)
+    if case.function == "token_loss":
+        return token_loss(case, at, z, valid, counts, classes)
     if case.function == "log_probs":
         log_p = F.log_softmax(z, -1)
         of_topk = log_p.gather(-1, classes if case.topk else classes.unsqueeze(-1))
@@ -110,6 +112,32 @@ def policy(case: Case, at: Tensors, z: Tensor, valid: Tensor, classes: Tensor) -
     found = {"loss": reduced(case, losses, at, valid.to(z.dtype).sum())}
     if "token_weight" not in at:  # tokens of weight 0 may be left out
         found["metric log_probs"] = log_p.detach()
+    return found
+
+
+def source_of(case: Case) -> str:
+    """A function of one token. Its vectors have K numbers if a token has K classes."""
+    loss = f"({case.formula}).sum(-1)" if case.topk else case.formula
+    return (
+        f"def of_token(lp, a, g{', *' * bool(case.reads)}{''.join(f', {name}' for name in case.reads)}): return {loss}"
+    )
+
+
+def token_loss(case: Case, at: Tensors, z: Tensor, valid: Tensor, counts: Tensor, classes: Tensor) -> Tensors:
+    log_p = F.log_softmax(z, -1)
+    lp = log_p.gather(-1, classes if case.topk else classes.unsqueeze(-1))
+    lp = torch.where(counts, lp if case.topk else lp.squeeze(-1), -1.0)
+    beside = {"lse": torch.logsumexp(z, -1), "entropy": -(log_p.exp() * log_p).sum(-1)}
+    beside = {name: torch.where(valid, beside[name], 0.0) for name in case.reads}
+    if case.topk:
+        beside = {name: numbers.unsqueeze(-1) for name, numbers in beside.items()}
+    a = torch.where(valid.unsqueeze(-1) if case.topk else valid, at["a"], 0.0).to(z.dtype)
+    names: dict = {"torch": torch}
+    exec(source_of(case), names)
+    losses = torch.where(valid, names["of_token"](lp, a, 0.7, **beside), 0.0)
+    found = {"loss": reduced(case, losses, at, valid.to(z.dtype).sum())}
+    if "token_weight" not in at:
+        found["metric log_probs"] = torch.where(counts, lp, 0.0).detach()
     return found
 
 

@@ -1,6 +1,7 @@
 """The functions and modules of the package as a case calls them."""
 
 import functools
+import hashlib
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,19 @@ NUMBERS = ("learnt", "normalizer", "gradient_seed")
 MODULES = {"head": flce_ops.LinearCrossEntropyHead, "loss_module": flce_ops.LinearCrossEntropyLoss}
 
 
+@functools.cache
+def registered(source: str):
+    names: dict = {"torch": torch}
+    exec(source, names)
+    return flce_ops.token_loss(names["of_token"], name=f"fuzz.of_{hashlib.md5(source.encode()).hexdigest()}")
+
+
 class Ours:
     """Returns the outputs by name, as oracle.call does."""
 
     def __init__(self, case: Case) -> None:
         self.module = None
+        self.loss_of_token = registered(oracle.source_of(case)) if case.function == "token_loss" else None
         if case.function in MODULES:
             options = logit_options(case) | {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
             if case.function == "loss_module":
@@ -53,6 +62,8 @@ class Ours:
             return {"loss": self.divergence(case, at, **options, **sums)}
         if case.function == "policy":
             return self.policy(case, at, options | sums)
+        if case.function == "token_loss":
+            return self.token_loss(case, at, options | sums)
         sums["weight"], sums["reduction"] = at.get("class_weight"), case.reduction
         if case.function in MODULES:
             return {"loss": self.of_module(case, at, sums)}
@@ -105,6 +116,12 @@ class Ours:
             reduction=case.reduction,
             **options,
         )
+        return {"loss": found.loss} | ({} if "token_weight" in at else {"metric log_probs": found.log_probs})
+
+    def token_loss(self, case: Case, at: Tensors, options: dict) -> Tensors:
+        head = at["input"], at["weight"], at["target"]
+        options |= {"linear_bias": at.get("bias"), "reduction": case.reduction}
+        found = flce_ops.linear_token_loss(*head, self.loss_of_token, at["a"], 0.7, **options)
         return {"loss": found.loss} | ({} if "token_weight" in at else {"metric log_probs": found.log_probs})
 
     def of_module(self, case: Case, at: Tensors, options: dict) -> Tensor:

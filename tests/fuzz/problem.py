@@ -128,6 +128,13 @@ class Problem:
             self.bases[f"cotangent of {name}"] = values
         if case.function == "policy":
             self.make_policy(ignored)
+        if case.function == "token_loss":
+            values = self.normal(*tokens, *([case.topk] if case.topk else []))
+            if case.poison:
+                values[ignored.reshape(tokens)] = math.nan
+            self.put(
+                "a", values, "rows", torch.float64 if self.dtype == torch.float64 else torch.float32, of_tokens=True
+            )
 
     def head(self, N: int, D: int, V: int) -> tuple[Tensor, Tensor]:
         """Hidden states and weight; "zipf": feature 0 carries a prior over the classes, as in a trained model."""

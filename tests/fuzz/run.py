@@ -48,7 +48,7 @@ def outputs_of(problem: Problem, function: Function, leaves: Tensors) -> tuple[T
 
 def tokens_of(at: Tensors) -> list[str]:
     names = ("input", "target", "token_weight", "teacher_input", "teacher_probs", "target_weight")
-    names += oracle.OF_POLICY
+    names += (*oracle.OF_POLICY, "a")
     return [name for name in names if name in at]
 
 

@@ -40,6 +40,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from flce_ops import token_loss
 from flce_ops.support.vendor import Chip
 from flce_ops.triton.divergence import kl_div
 from flce_ops.triton.gemm import device
@@ -73,11 +74,12 @@ def shard():
     of_rank = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": vocab}
     with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **of_rank, **every)
 
-def policy(objective="ppo", beta=number, kl_estimator="k3"):
-    policy = ".".join(("flce_ops", objective, "old", *([kl_estimator] if beta is not None else [])))
-    bounds = [number] * (3 if objective == "ppo" else 2)
-    tensors = [per_token, per_token, *bounds, *([per_token, number] if beta is not None else [])]
-    with_grad.launch_token_loss_with_grad(input, weight, target, None, policy, tensors, None, **every)
+token_loss(lambda lp, a, *, lse: -a * lp * lse, name="of.lse")
+token_loss(lambda lp, q, kind, flag: -(q * lp).sum() * flag / (1 + kind), name="of.classes")
+kind, flag = torch.empty(tokens, dtype=torch.int32), torch.empty(tokens, dtype=torch.bool)
+
+def token(function, *tensors, target=target):
+    with_grad.launch_token_loss_with_grad(input, weight, target, None, function, list(tensors), None, **every)
 
 def rows(**options):
     options = {"expected_log_prob": True, **options}
@@ -99,7 +101,8 @@ def sparse():
 
 
 OBJECTIVES = """
-OF_ROWS = "finish_rows_kernel", "finish_forward_kernel", "row_statistics_kernel"
+OF_TOKENS = "finish_rows_kernel", "token_numbers_kernel", "in_order_kernel"
+OF_ROWS = *OF_TOKENS, "finish_forward_kernel", "row_statistics_kernel"
 KERNELS = *OF_ROWS, "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
 compiled = []
 
@@ -112,10 +115,14 @@ loss()
 loss(class_weight=per_class, label_smoothing=0.1, z_loss=number)
 loss(targets, target_weight=per_target)
 shard()
-policy("ppo", number, "k1")
-policy("cispo", number, "k2")
-policy("ppo", None)
-assert compiled == ["finish_rows_kernel"] * 7, compiled
+assert compiled == ["finish_rows_kernel"] * 4, compiled
+compiled.clear()
+of_tokens = ["token_numbers_kernel", "finish_rows_kernel"]
+token("flce_ops.ppo.old", per_token, per_token, number, number, number)
+token("of.lse", per_token)
+token("of.classes", per_target, kind, flag, target=targets)
+in_order = "in_order_kernel"
+assert compiled == [in_order, in_order, *of_tokens, in_order, *of_tokens, *[in_order] * 3, *of_tokens], compiled
 compiled.clear()
 loss(lse=True, entropy=True, log_sum_sq_probs=True)
 forward.launch_forward(input, weight, target, None, expected_log_prob=True, log_sum_sq_probs=True)

@@ -36,6 +36,15 @@ from flce_ops.entry import metrics, schemas
 from flce_ops.entry.refusals import FEATURES
 from flce_ops.math.sparse_gradient import MODES, SparseGradient
 
+
+def of_class(log_prob):
+    return -((1 - log_prob.exp()) ** 2) * log_prob
+
+
+def of_classes(log_prob):
+    return -(log_prob.exp() * log_prob).sum(-1)
+
+
 FUNCTIONS = {name: getattr(flce_ops, name) for name in flce_ops.__all__ if re.match("linear_|cross_", name)}
 SIZES = {"...": (2, 5), "K": (3,), "D": (5,), "E": (6,), "V": (11,), "": ()}
 SOURCES = inspect.getsource(schemas) + "".join(map(inspect.getsource, FUNCTIONS.values()))
@@ -49,6 +58,10 @@ CELLS = {
     "linear_cross_entropy": {name: ((*HEAD, *target), {}) for name, target in TARGETS.items()},
     "cross_entropy": {name: (("logits", *target), {}) for name, target in TARGETS.items()},
     "linear_log_probs": {name: ((*HEAD, name), {}) for name in ("target", "topk")},
+    "linear_token_loss": {
+        "one class": ((*HEAD, "target"), {"function": flce_ops.token_loss(of_class)}),
+        "K classes": ((*HEAD, "topk"), {"function": flce_ops.token_loss(of_classes)}),
+    },
     "linear_policy_loss": {
         name: ((*HEAD, "target", "advantages", "old_log_probs"), {"objective": name}) for name in ("ppo", "cispo")
     },
@@ -141,7 +154,8 @@ def tensor_of(name: str) -> Tensor:
 
 def parameters(function) -> dict[str, tuple[object, object]]:
     """{name: (default, annotation)}"""
-    return {name: (p.default, p.annotation) for name, p in inspect.signature(function).parameters.items()}
+    found = inspect.signature(function).parameters.items()
+    return {name: (p.default, p.annotation) for name, p in found if p.kind is not p.VAR_POSITIONAL}
 
 
 def values(name: str, default: object, annotation: object) -> list:
@@ -202,6 +216,9 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         policy = {name: take(name) for name in list(inspect.signature(token_losses).parameters)[1:] if name in left}
         numbers = [policy.pop(name, None) for name in ("advantages", "old_log_probs", "ref_log_probs")]
         rows = token_losses(log_probs.squeeze(-1), *numbers, **policy)
+    elif "function" in left:
+        of_token = log_probs.where(counted, -1.0)
+        rows = take("function")(of_token if several else of_token.squeeze(-1))
     elif "kind" in left:
         own, cap = take("teacher_logit_scale", scale), take("teacher_softcap", None)
         if "teacher_probs" in left:

@@ -328,6 +328,8 @@ def test_what_is_no_function_of_one_token():
         torch.ops.flce.linear_token_loss(x, w, y, "nothing", [])
     with pytest.raises(TypeError, match="linear_token_loss: no argument is named gradient_threshold"):
         flce_ops.linear_token_loss(x, w, y, page()["focal"], 2.0, gradient_threshold=0.1)
+    with pytest.raises(TypeError, match="linear_token_loss: no argument is named tensors"):
+        flce_ops.linear_token_loss(x, w, y, page()["focal"], tensors=[2.0])
 
 
 # ---------------------------------------------------------------- names

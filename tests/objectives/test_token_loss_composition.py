@@ -37,6 +37,11 @@ def with_rows(log_prob, *, lse, entropy):
 
 
 @flce_ops.token_loss
+def with_lse(log_prob, *, lse):
+    return -1e-2 * lse**2 * log_prob
+
+
+@flce_ops.token_loss
 def several(log_prob, q):
     return -(q * log_prob).sum()
 
@@ -46,6 +51,7 @@ FUNCTIONS = {  # and K
     "focal": (focal, lambda: [2.0], 0),
     "weighted": (weighted, lambda: [torch.rand(RAGGED[0]).double() - 0.5], 0),
     "with_rows": (with_rows, list, 0),
+    "with_lse": (with_lse, list, 0),
     "several": (several, lambda: [torch.rand(RAGGED[0], 3).double()], 3),
 }
 
@@ -69,6 +75,7 @@ def test_gemm_passes(device):
 def test_second_derivatives(name, reduction):
     function, made, topk = FUNCTIONS[name]
     tensors, call = made(), make_call(RAGGED, topk=topk, token_weight=True)
+    call["token_weight"][::4] = 0.0  # whose gradients have derivatives by the weight all the same
 
     def seconds(loss_of, **options):
         leaves = {n: t.clone().requires_grad_() for n, t in call.items() if t is not None and n != "target"}

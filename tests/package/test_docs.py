@@ -123,7 +123,9 @@ def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
     assert pages.on_page_markdown(text + code, page=None) == expected + code
 
 
-@pytest.mark.parametrize("name", ["README", *(f"docs/{page}" for page in "index quickstart paths policy_loss".split())])
+@pytest.mark.parametrize(
+    "name", ["README", *(f"docs/{page}" for page in "index quickstart paths policy_loss token_losses".split())]
+)
 def test_code_of_the_page_runs(name):
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"{name}.md").read_text(), re.DOTALL)

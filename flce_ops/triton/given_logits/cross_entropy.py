@@ -15,11 +15,11 @@ from ...math.reduction import Reduction
 from ...meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy
+from ...objectives.row import RowNumbers
 from ...support.integers import cdiv
 from ...support.path import record_run
 from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
-from ..rows.finish_rows import in_kernel
 from ..rows.gradient_factors import KnownRows
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import Count, count_tokens
@@ -186,7 +186,7 @@ def launch_rows(
         valid_tokens,
         results,
         weight,
-        None if objective is None else in_kernel(objective),
+        None if objective is None else RowNumbers(*objective),
         None if objective is None else objective.d_sum,
         call.logits,
         call.ignore_index,

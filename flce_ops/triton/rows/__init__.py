@@ -5,6 +5,7 @@ copy_rows.py             copies rows of valid tokens side by side; c input; move
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
 logit_numbers.py         loads logit_scale and softcap
 topk.py                  the K classes of a token: equal classes; the largest entry
+token_numbers.py         the numbers that a function of one token reads, and its results
 finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
 row_statistics.py        entropy and other statistics of rows
 gradient_factors.py      before the GEMM of backward, where lse is known: the factors of G

@@ -337,7 +337,7 @@ def launch_finish_rows(
         n,
         0 if scaled is None else scaled.shape[1],
         0 if sums.tiles is None else sums.tiles.shape[0],
-        in_kernel(objective),
+        RowNumbers(*objective),  # Triton does not see the fields of a derived class
         logit_options,
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
@@ -355,15 +355,3 @@ def launch_finish_rows(
         num_warps=4,
     )
     return finished
-
-
-def in_kernel(objective: RowObjective) -> RowNumbers:
-    """The objective as a kernel argument. The names among its options become constants, and a kernel is compiled for
-    each.
-
-    Triton sees the fields of a NamedTuple, but not those of a class derived from one. Hence RowNumbers.
-    """
-    options = objective.options
-    if options is not None:
-        options = type(options)(*(tl.constexpr(value) if isinstance(value, str) else value for value in options))
-    return RowNumbers(options, *objective[1:])
