@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import meta
 from ..math.topk import tokens_that_count
 from ..meta.call import ZERO, Arguments, AtIgnored, takes
-from ..meta.shapes import AXES, BY_CLASS
+from ..meta.outputs import AXES, BY_CLASS
 from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary

@@ -6,7 +6,7 @@ writes G over the logits.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,22 +113,17 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
 
 
-class SharedRows:
+class SharedRows(NamedTuple):
     """For rows whose classes are spread over ranks: combines this rank's numbers of a row with those of the other
     ranks.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        hit: Tensor,
-        vocab_start: int,
-        argmax: Tensor | None,  # out
-        lse_rest: Tensor | None,  # out: what the rounding of this rank's lse took from it
-        class_weights: Tensor | None,  # (R,), their sum over each shard, for a logit sum
-    ) -> None:
-        self.exchange, self.hit, self.vocab_start = exchange, hit, vocab_start
-        self.argmax, self.lse_rest, self.class_weights = argmax, lse_rest, class_weights
+    exchange: Exchange
+    hit: Tensor
+    vocab_start: int
+    argmax: Tensor | None  # out
+    lse_rest: Tensor | None  # out: what the rounding of this rank's lse took from it
+    class_weights: Tensor | None  # (R,), their sum over each shard, for a logit sum
 
     def whole(
         self, rows: slice, numbers: BlockNumbers, own_lse: Tensor, own_rest: Tensor, target_logit: Tensor
