@@ -122,7 +122,7 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
         **misnamed: Any,
-    ) -> Tensor | Any:
+    ) -> Any:
         refuse_misnamed(self, misnamed)
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
@@ -215,7 +215,7 @@ class LinearCrossEntropyHead(nn.Linear):
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
         **misnamed: Any,
-    ) -> Tensor | Any:
+    ) -> Any:
         refuse_misnamed(self, misnamed)
         if target is None:
             if return_metrics:

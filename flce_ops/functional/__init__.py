@@ -9,7 +9,6 @@ kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
 logits.py       cross_entropy of given logits
 public.py       makes a public function from its signature: checks types by name, and calls its operator
-keywords.py     types of keyword arguments, for overloads
 """
 
 from .kl_div import linear_kl_div

@@ -1,18 +1,16 @@
 """linear_cross_entropy and its documentation."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..entry import metrics
 from ..entry.arguments import OP, ReductionName, check_torch_options
 from ..math.sparse_gradient import Mode, Operand
 from ..ops.autocast import autocast_operands
 from ..support.holes import refuse_hole
-from .keywords import CrossEntropyKeywords
 from .public import call_entry, public
 
 # N tokens, D hidden, V vocabulary
@@ -67,30 +65,6 @@ def call_with_metrics(given: dict[str, Any], return_metrics: Any) -> Any:
     return loss, by_name
 
 
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    return_metrics: Literal[False] = False,
-    **options: Unpack[CrossEntropyKeywords],
-) -> Tensor: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    return_metrics: bool | Sequence[str],
-    **options: Unpack[CrossEntropyKeywords],
-) -> Any: ...
-
-
 @public(call, only_for=("options", "return_metrics"))
 def linear_cross_entropy(
     input: Tensor,  # (..., D)
@@ -119,7 +93,7 @@ def linear_cross_entropy(
     batch_invariant: bool = False,
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
-) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
+) -> Any:  # a Tensor; with return_metrics a pair
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     The loss of each valid token, whose target is not ``ignore_index``::
