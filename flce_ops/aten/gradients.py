@@ -18,18 +18,7 @@ from ..math.sparse_gradient import Draws, keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
-from .chunks import (
-    block_bytes,
-    chunk_products,
-    copy_bytes,
-    product_dtype,
-    product_is_rounded,
-    readable,
-    readable_columns,
-    row_blocks,
-    rows_of,
-    rows_per_chunk,
-)
+from . import chunks
 from .logits import activate, activate_with_slope, apply_slope
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -44,21 +33,21 @@ ROUNDED_CHUNKS_ON_CPU = 8
 PRODUCT_BYTES = 2 << 20
 
 
-def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
+def sums_in_float32(input: Tensor, elements: int, count: int) -> bool:
     """Whether grad_linear_weight, with `elements` numbers in bfloat16 or float16, is summed over chunks in float32."""
     rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
-    return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
+    return input.dtype.itemsize < 4 and count > rounded and float32_sum_fits(elements)
 
 
 def rows_beside_gradients(
     input: Tensor, num_classes: int, want_weight: bool, *, reserved: int = 0, **matrices: int
 ) -> int:
     """How many rows of a chunk fit the workspace beside the float32 sum of grad_linear_weight, if there is one."""
-    rows = rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
+    rows = chunks.rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
     elements = num_classes * input.shape[1] * want_weight
     if not sums_in_float32(input, elements, cdiv(input.shape[0], rows)):
         return rows
-    return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
+    return chunks.rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
 def run_blocks(
@@ -70,9 +59,9 @@ def run_blocks(
     nbytes: int | None = None,  # of a matrix of a block
 ) -> None:
     input = call.operands[0]
-    nbytes = block_bytes(input) if nbytes is None else nbytes
+    nbytes = chunks.block_bytes(input) if nbytes is None else nbytes
     for chunk, product in products:
-        for rows, block, *own in row_blocks(input, chunk, product, nbytes, *vectors):
+        for rows, block, *own in chunks.row_blocks(input, chunk, product, nbytes, *vectors):
             if gradients is None:
                 work(rows, activate(block, call.logits), *own)
                 continue
@@ -144,19 +133,19 @@ class GradientAccumulator:
         self.add_to_weight(rows, rounded)
 
     def add_to_input(self, rows: slice, rounded: Tensor) -> None:
-        if self.mask[0] and readable(self.linear_weight):
-            torch.mm(rounded, self.linear_weight, out=rows_of(self.grad_input, rows))
+        if self.mask[0] and chunks.readable(self.linear_weight):
+            torch.mm(rounded, self.linear_weight, out=chunks.rows_of(self.grad_input, rows))
         elif self.mask[0]:
-            for features, weight in readable_columns(self.linear_weight):
+            for features, weight in chunks.readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])
 
     def add_to_weight(self, rows: slice, rounded: Tensor) -> None:
         if not self.mask[1]:
             return
-        input = rows_of(self.input, rows)
+        input = chunks.rows_of(self.input, rows)
         if self.weight_sum.dtype == self.input.dtype:
             self.weight_sum.addmm_(rounded.T, input)
-        elif not product_is_rounded(input):
+        elif not chunks.product_is_rounded(input):
             torch.addmm(self.weight_sum, rounded.T, input, out_dtype=self.weight_sum.dtype, out=self.weight_sum)
         else:
             self.add_by_classes(rounded, input)
@@ -220,7 +209,7 @@ class SparseAccumulator(GradientAccumulator):
         self.sparse, self.draws = call.sparse, draws
         self.exact = None
         if needs_exact(call):
-            self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=product_dtype(self.input))
+            self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=chunks.product_dtype(self.input))
 
     def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
         """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); None for 0."""
@@ -255,7 +244,7 @@ def products_and_gradients(
 ) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
     """Of a head: each chunk's rows and u, and what its G is added to."""
     input, linear_weight = call.operands[:2]
-    in_block += product_is_rounded(input) + (call.logits.softcap is not None)
+    in_block += chunks.product_is_rounded(input) + (call.logits.softcap is not None)
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
     # buffer.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
@@ -264,12 +253,12 @@ def products_and_gradients(
         step = rows_beside_gradients(input, largest_shard, sums, matrices=in_block)
     else:
         in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
-        exact, reserved = draws is not None and needs_exact(call), copy_bytes(linear_weight)
+        exact, reserved = draws is not None and needs_exact(call), chunks.copy_bytes(linear_weight)
         step = rows_beside_gradients(
             input, linear_weight.shape[0], sums, matrices=exact, matrices_in_block=in_block, reserved=reserved
         )
     gradients = accumulator_of(call, draws, grads, step)
-    return chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
+    return chunks.chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
 
 
 def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:

@@ -105,13 +105,11 @@ def kernel_of(
 
 
 def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *extra: Any) -> None:
-    valid = None if call.all_count else counted(call)
-    if valid is None:
+    valid = counted(call)
+    if valid is None or (valid.device.type == "cpu" and bool(valid.all())):
         body(call, results, *extra)
     elif valid.device.type != "cpu":
         with_zeroed_rows(body, call, results, fills, ~valid, *extra)
-    elif bool(valid.all()):
-        body(call, results, *extra)
     else:
         with_valid_rows(body, call, results, fills, valid, *extra)
 

@@ -11,19 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..math import shards
 from ..math.options import Statistics, TokenStatistics, changed
 from ..math.reduction import Reduction
-from ..math.shards import (
-    Exchange,
-    argmax_of_shards,
-    class_weights_of_shards,
-    log_shares,
-    logit_sum_of_shards,
-    shard_rows,
-    shards_of_classes,
-    statistics_of_shard,
-    target_columns,
-)
 from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
@@ -94,16 +84,17 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     loss, losses, *grads, argmax, _, _, _, _ = outputs
     target, weight = call.operands.target, call.operands.weight
     vocab_start, own = call.vocab_start, call.operands.num_classes
-    valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
+    valid, hit, column = shards.target_columns(target, call.ignore_index, vocab_start, own)
     objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
     of_shards = None
     if call.loss.label_smoothing:
-        of_shards = class_weights_of_shards(weight, shards_of_classes(slice(0, call.vocab_size), call.ranks), losses)
-    exchange = Exchange(call.group, call.ranks)
-    own_statistics = statistics_of_shard(call.statistics, losses)
+        classes = shards.shards_of_classes(slice(0, call.vocab_size), call.ranks)
+        of_shards = shards.class_weights_of_shards(weight, classes, losses)
+    exchange = shards.Exchange(call.group, call.ranks)
+    own_statistics = shards.statistics_of_shard(call.statistics, losses)
     lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
-    largest_shard = shard_rows(call.vocab_size, call.ranks)
+    largest_shard = shards.shard_rows(call.vocab_size, call.ranks)
     products, gradients = products_and_gradients(
         call, grads, extra_matrices(call.statistics), largest_shard=largest_shard
     )
@@ -118,7 +109,7 @@ class SharedRows(NamedTuple):
     ranks.
     """
 
-    exchange: Exchange
+    exchange: shards.Exchange
     hit: Tensor
     vocab_start: int
     argmax: Tensor | None  # out
@@ -140,13 +131,13 @@ class SharedRows(NamedTuple):
             sent = [lse, rest, target_logit, *([] if logit_sum is None else [logit_sum])]
             sent += [] if largest is None else [part.to(lse.dtype) for part in largest]
             gathered = self.exchange.gather(torch.stack(sent))
-            lse, rest, log_share = log_shares(gathered[:, 0], gathered[:, 1])
+            lse, rest, log_share = shards.log_shares(gathered[:, 0], gathered[:, 1])
             if logit_sum is not None:
-                logit_sum = logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
+                logit_sum = shards.logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
             share = ((own_lse - lse) + (own_rest - rest)).exp() / log_share.exp().sum(0)
             target_logit = gathered[:, 2].sum(0)
             if largest is not None:
-                largest = None, argmax_of_shards(gathered[:, -2], gathered[:, -1])
+                largest = None, shards.argmax_of_shards(gathered[:, -2], gathered[:, -1])
         if self.argmax is not None:
             self.argmax[rows] = largest[1]
         if self.lse_rest is not None:
@@ -178,7 +169,7 @@ def cross_entropy_and_gradients(
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     else:
-        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+        valid, _, column = shards.target_columns(target, call.ignore_index, 0, num_classes)
         topk_weight = topk_weights(target, target_weight, call.ignore_index, losses.dtype)
     class_weight = upcast(call.operands.weight, losses.dtype)
     of_targets = column.squeeze(1) if topk_weight is None else column
