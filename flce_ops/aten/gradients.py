@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..math.options import accumulation_dtype
-from ..math.sparse_gradient import Draws, keep_entries
+from ..math.sparse_gradient import keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
 from . import chunks
 from .logits import activate, activate_with_slope, apply_slope
+from .valid_tokens import RowsByChunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -186,15 +187,14 @@ PARTS = 8
 Call = WithGrad | Backward
 
 
-def draws_of(call: Call) -> tuple[Draws, ...]:
-    """The extra arguments of a function that a kernel runs on its rows (valid_tokens.py): none unless a gradient is
-    sparse.
-    """
-    if not call.sparse.gradient_threshold or not any(call.sparse.products(call.output_mask)):
-        return ()
+def places_of(call: Any) -> Tensor | None:  # (N,) int64
+    """Each row's place in the call, on which the random numbers of a sparse gradient depend; None for a dense one."""
+    sparse, input = vars(call).get("sparse"), call.operands.input
+    if sparse is None or not any(sparse.products(call.output_mask)):
+        return None
     call.notes += ("a sparse gradient, as a dense matrix",)
-    target = call.operands.target
-    return (Draws(torch.arange(target.shape[0], device=target.device)),)
+    known = input.places if isinstance(input, RowsByChunk) else None
+    return torch.arange(input.shape[0], device=input.device) if known is None else known
 
 
 def needs_exact(call: Any) -> bool:
@@ -204,9 +204,9 @@ def needs_exact(call: Any) -> bool:
 class SparseAccumulator(GradientAccumulator):
     """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
-    def __init__(self, call: Call, draws: Draws, grads: Sequence[Tensor], rows: int) -> None:
+    def __init__(self, call: Call, places: Tensor, grads: Sequence[Tensor], rows: int) -> None:
         super().__init__(call, grads, rows)
-        self.sparse, self.draws = call.sparse, draws
+        self.sparse, self.places = call.sparse, places
         self.exact = None
         if needs_exact(call):
             self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=chunks.product_dtype(self.input))
@@ -218,11 +218,11 @@ class SparseAccumulator(GradientAccumulator):
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         slope = slope if self.logit_scale is None else slope * self.logit_scale
-        draws, count = self.draws.of(rows), grad_logits.shape[0]
+        places, count = self.places[rows], grad_logits.shape[0]
         at_once = count // PARTS + 1
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
-            keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part))
+            keep_entries(grad_logits[part], slope[part], self.sparse, places[part])
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         if self.exact is None:
@@ -238,12 +238,11 @@ def products_and_gradients(
     call: Any,
     grads: Sequence[Tensor],
     in_block: int = 0,  # further matrices of a block
-    draws: Draws | None = None,
     retained: Tensor | None = None,
     largest_shard: int | None = None,  # of ranks that share the vocabulary; a chunk is one block then
 ) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
     """Of a head: each chunk's rows and u, and what its G is added to."""
-    input, linear_weight = call.operands[:2]
+    (input, linear_weight, *_), places = call.operands, places_of(call)
     in_block += chunks.product_is_rounded(input) + (call.logits.softcap is not None)
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
     # buffer.
@@ -252,14 +251,14 @@ def products_and_gradients(
     if largest_shard is not None:
         step = rows_beside_gradients(input, largest_shard, sums, matrices=in_block)
     else:
-        in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
-        exact, reserved = draws is not None and needs_exact(call), chunks.copy_bytes(linear_weight)
+        in_block += (places is not None) + 2 * call.scale_gradient  # u, and G u
+        exact, reserved = places is not None and needs_exact(call), chunks.copy_bytes(linear_weight)
         step = rows_beside_gradients(
             input, linear_weight.shape[0], sums, matrices=exact, matrices_in_block=in_block, reserved=reserved
         )
-    gradients = accumulator_of(call, draws, grads, step)
+    gradients = accumulator_of(call, places, grads, step)
     return chunks.chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
 
 
-def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
-    return GradientAccumulator(call, grads, rows) if draws is None else SparseAccumulator(call, draws, grads, rows)
+def accumulator_of(call: Any, places: Tensor | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
+    return GradientAccumulator(call, grads, rows) if places is None else SparseAccumulator(call, places, grads, rows)

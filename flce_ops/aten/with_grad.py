@@ -14,7 +14,6 @@ from torch import Tensor
 from ..math import shards
 from ..math.options import Statistics, TokenStatistics, changed
 from ..math.reduction import Reduction
-from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
 from ..meta.arguments import (
@@ -28,7 +27,7 @@ from ..meta.arguments import (
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from .chunks import WHOLE_CHUNK, copied_rows
-from .gradients import GivenRows, GradientAccumulator, draws_of, products_and_gradients, run_blocks
+from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
 from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
@@ -37,11 +36,11 @@ from .valid_tokens import kernel_of, zero_where_ignored
 NOTHING = TokenStatistics()
 
 
-@kernel_of(WithGrad, checks_target=True, extra_of=draws_of)
-def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
+@kernel_of(WithGrad, checks_target=True)
+def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *results, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
-    of_head = products_and_gradients(call, grads, extra_matrices(call.statistics), draws)
+    of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
     loss.copy_(cross_entropy_and_gradients(call, *of_head, losses, statistics))
 
 
