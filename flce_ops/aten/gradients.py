@@ -184,8 +184,6 @@ class GivenRows(GradientAccumulator):
 # integer for each entry
 PARTS = 8
 
-Call = WithGrad | Backward
-
 
 def places_of(call: Any) -> Tensor | None:  # (N,) int64
     """Each row's place in the call, on which the random numbers of a sparse gradient depend; None for a dense one."""
@@ -204,7 +202,7 @@ def needs_exact(call: Any) -> bool:
 class SparseAccumulator(GradientAccumulator):
     """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
-    def __init__(self, call: Call, places: Tensor, grads: Sequence[Tensor], rows: int) -> None:
+    def __init__(self, call: WithGrad | Backward, places: Tensor, grads: Sequence[Tensor], rows: int) -> None:
         super().__init__(call, grads, rows)
         self.sparse, self.places = call.sparse, places
         self.exact = None

@@ -93,10 +93,8 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     exchange = shards.Exchange(call.group, call.ranks)
     own_statistics = shards.statistics_of_shard(call.statistics, losses)
     lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
-    largest_shard = shards.shard_rows(call.vocab_size, call.ranks)
-    products, gradients = products_and_gradients(
-        call, grads, extra_matrices(call.statistics), largest_shard=largest_shard
-    )
+    largest = shards.shard_rows(call.vocab_size, call.ranks)
+    products, gradients = products_and_gradients(call, grads, extra_matrices(call.statistics), largest_shard=largest)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
     of_rows = (objective, valid, column, losses, own_statistics, own_weight)
     loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, shared=shared))

@@ -56,11 +56,12 @@ def call_in_float32(given: dict[str, Any], return_metrics: Any) -> Any:
 def call_with_metrics(given: dict[str, Any], return_metrics: Any) -> Any:
     if return_metrics is False:
         return call_entry(OP, given)
-    names = metrics.metric_names(OP, return_metrics)
+    flag = return_metrics is True
+    names = metrics.OF_ARGMAX if flag else metrics.checked_names(OP, return_metrics, metrics.NAMES)
     asked = metrics.statistics_for(names)._asdict()
     loss, *found = call_entry(OP, given, metrics="_metrics", asked=asked)
     by_name = metrics.by_name(names, found, given.get("z_loss", 0.0))
-    if return_metrics is True:
+    if flag:
         return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
     return loss, by_name
 

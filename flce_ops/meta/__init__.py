@@ -10,7 +10,6 @@ outputs.py                       checks the shapes of a call, and allocates its 
 checks.py                        checks that entry operators share: operands, a buffer for a gradient, a sparse gradient
 """
 
-from ..math.options import saved_columns
 from .outputs import Gradients, Outputs, outputs
 
-__all__ = ["Gradients", "Outputs", "outputs", "saved_columns"]
+__all__ = ["Gradients", "Outputs", "outputs"]

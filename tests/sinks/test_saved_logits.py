@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.meta import saved_columns
+from flce_ops.math.options import saved_columns
 from flce_ops.support.workspace import get_retained
 
 flce = torch.ops.flce
