@@ -70,9 +70,9 @@ def run_blocks(
             logits, slope = activate_with_slope(block, call.logits)
             grad_lse = work(rows, logits, *own)
             gradients.add_bias(apply_slope(logits, slope))
-            gradients.add_scale(logits, u)
-            gradients.keep(logits, grad_lse, chunk, rows)
-            gradients.round_block(block, logits)
+            if u is not None:
+                gradients.add_scale(logits, u)
+            gradients.finish_block(block, logits, grad_lse, chunk, rows)
             del block, logits, slope, u  # frees memory before the next block is allocated
         if gradients is not None:
             gradients.add_products(chunk, product)
@@ -112,17 +112,13 @@ class GradientAccumulator:
             return None
         return product.clone() if product.dtype == self.grad_logit_scale.dtype else product
 
-    def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None:
+    def add_scale(self, grad_logits: Tensor, product: Tensor) -> None:
         """Adds sum_ij G_ij u_ij, which is logit_scale times its gradient. A class that a bias of -inf switches off has
         G = 0, and adds nothing.
         """
-        if product is not None:
-            self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
+        self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
 
-    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
-        """Every entry is kept."""
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
+    def finish_block(self, block: Tensor, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
         """Copies the G of some rows over their logits, unless G was made there."""
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
@@ -188,7 +184,7 @@ PARTS = 8
 def places_of(call: Any) -> Tensor | None:  # (N,) int64
     """Each row's place in the call, on which the random numbers of a sparse gradient depend; None for a dense one."""
     sparse, input = vars(call).get("sparse"), call.operands.input
-    if sparse is None or not any(sparse.products(call.output_mask)):
+    if sparse is None or not sparse.gradient_threshold or not any(sparse.products(call.output_mask)):
         return None
     call.notes += ("a sparse gradient, as a dense matrix",)
     known = input.places if isinstance(input, RowsByChunk) else None
@@ -209,7 +205,7 @@ class SparseAccumulator(GradientAccumulator):
         if needs_exact(call):
             self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=chunks.product_dtype(self.input))
 
-    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
+    def finish_block(self, block: Tensor, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
         """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); None for 0."""
         if slope is None:
             slope = grad_logits.new_zeros(grad_logits.shape[0])
@@ -221,6 +217,7 @@ class SparseAccumulator(GradientAccumulator):
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
             keep_entries(grad_logits[part], slope[part], self.sparse, places[part])
+        super().finish_block(block, grad_logits, None, chunk, rows)
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         if self.exact is None:

@@ -41,7 +41,7 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *results, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
-    loss.copy_(cross_entropy_and_gradients(call, *of_head, losses, statistics))
+    loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
 
 
 @kernel_of(LogitsWithGrad, checks_target=True)
@@ -60,7 +60,8 @@ def logits_with_grad_in_place(call: LogitsWithGradInPlace, outputs: Sequence[Ten
 
 def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor, grad_logits: Tensor) -> None:
     statistics = TokenStatistics(argmax if call.argmax else None)
-    loss.copy_(cross_entropy_and_gradients(call, copied_rows(call), GivenRows(grad_logits), losses, statistics))
+    products, gradients, rows = copied_rows(call), GivenRows(grad_logits), rows_of_call(call, losses)
+    loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
 
 
 @kernel_of(PolicyWithGrad, checks_target=True)
@@ -71,7 +72,7 @@ def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
     tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
     valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     objective = call.objective(call.options, tokens)
-    loss.copy_(loss_and_gradients(call, *of_head, objective, valid, column, losses, log_probs=log_probs))
+    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
 
 @kernel_of(VocabParallelWithGrad, checks_target=True)
@@ -96,8 +97,8 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     largest = shards.shard_rows(call.vocab_size, call.ranks)
     products, gradients = products_and_gradients(call, grads, extra_matrices(call.statistics), largest_shard=largest)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
-    of_rows = (objective, valid, column, losses, own_statistics, own_weight)
-    loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, shared=shared))
+    of_rows = (own_weight, objective, valid, column, losses)
+    loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, statistics=own_statistics, shared=shared))
     exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
 
 
@@ -154,13 +155,8 @@ def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNum
             of_tokens[rows] = of_rows
 
 
-def cross_entropy_and_gradients(
-    call: WithGrad | LogitsWithGrad,
-    products: Iterable[tuple[slice, Tensor]],
-    gradients: GradientAccumulator,
-    losses: Tensor,
-    statistics: TokenStatistics,
-) -> Tensor:  # ()
+def rows_of_call(call: WithGrad | LogitsWithGrad, losses: Tensor) -> tuple[Any, ...]:
+    """The class weights, the objective, the valid tokens, the targets' columns and the losses of a cross-entropy."""
     input, target, num_classes = call.operands[0], call.operands.target, call.operands.num_classes
     target_weight, topk_weight = vars(call).get("target_weight"), None
     if target_weight is None:
@@ -171,21 +167,20 @@ def cross_entropy_and_gradients(
     class_weight = upcast(call.operands.weight, losses.dtype)
     of_targets = column.squeeze(1) if topk_weight is None else column
     objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, topk_weight)
-    rows = (objective, valid, column, losses, statistics, class_weight)
-    return loss_and_gradients(call, products, gradients, *rows)
+    return class_weight, objective, valid, column, losses
 
 
 def loss_and_gradients(
     call: Any,
     products: Iterable[tuple[slice, Tensor]],  # as of run_blocks
     gradients: GradientAccumulator,
+    class_weight: Tensor | None,  # (V,)
     objective: RowObjective,
     valid: Tensor,  # (N,)
     column: Tensor,  # (N, 1) or (N, K)
     losses: Tensor,  # (N,) out, as are the statistics and log_probs
-    statistics: TokenStatistics = NOTHING,
-    class_weight: Tensor | None = None,  # (V,)
     *,
+    statistics: TokenStatistics = NOTHING,
     log_probs: Tensor | None = None,
     shared: SharedRows | None = None,
 ) -> Tensor:  # ()
@@ -203,7 +198,7 @@ def loss_and_gradients(
     ) -> Tensor:
         found = logits.gather(1, own_column)
         target_logit = found if objective.soft else found.squeeze(1)
-        numbers = reduce_rows(logits, asked, call.num_classes, class_weight, weight_sum)
+        numbers = reduce_rows(logits, asked, objective.num_classes, class_weight, weight_sum)
         if any(asked):
             fill_statistics(statistics, rows, numbers)
         lse, lse_rest = two_sum(numbers.row_max, numbers.log_sum)
