@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .entry.arguments import ReductionName, check_ignore_index, check_ranges, check_reduction, check_torch_options
+from .entry.arguments import ReductionName, check_ranges, check_reduction, check_torch_options
 from .functional import linear_cross_entropy
 from .functional.public import refuse_misnamed, typed
 from .math.sparse_gradient import Mode, Operand, SparseGradient
@@ -32,7 +32,6 @@ def loss_repr(module: nn.Module) -> str:
 def check_options(module: nn.Module) -> None:
     """Refuses invalid options in the constructor, not only when the first loss is computed."""
     op, options = type(module).__name__, options_of(module)
-    check_ignore_index(op, options["ignore_index"])
     check_ranges(op, **options)
     check_sparse(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
 
@@ -122,7 +121,7 @@ class LinearCrossEntropyLoss(nn.Module):
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
         **misnamed: Any,
-    ) -> Tensor | Any:
+    ) -> Any:
         refuse_misnamed(self, misnamed)
         linear_weight: Tensor = self.linear.weight
         linear_bias: Tensor | None = self.linear.bias
@@ -215,7 +214,7 @@ class LinearCrossEntropyHead(nn.Linear):
         gradient_class_order: Tensor | None = None,
         return_metrics: bool | Sequence[str] = False,
         **misnamed: Any,
-    ) -> Tensor | Any:
+    ) -> Any:
         refuse_misnamed(self, misnamed)
         if target is None:
             if return_metrics:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..math.shards import target_columns
-from ..math.sparse_gradient import Draws
 from ..meta.arguments import Backward, BackwardInPlace, LogitsBackward
 from .chunks import copied_rows
-from .gradients import GivenRows, GradientAccumulator, draws_of, products_and_gradients, run_blocks
+from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
 from .logits import add_target_and_sum, softmax_factors, softmax_gradient, upcast
 from .valid_tokens import kernel_of
 
@@ -26,9 +25,9 @@ def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
     gradients_of_head(call, (grads[0], main_grad, *grads[2:]))
 
 
-@kernel_of(Backward, extra_of=draws_of)
-def backward(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
-    gradients_of_head(call, grads, draws)
+@kernel_of(Backward)
+def backward(call: Backward, grads: Sequence[Tensor]) -> None:
+    gradients_of_head(call, grads)
 
 
 @kernel_of(LogitsBackward)
@@ -36,11 +35,11 @@ def logits_backward(call: LogitsBackward, grads: Sequence[Tensor]) -> None:
     gradients_of_rows(call, copied_rows(call), GivenRows(grads[0]))
 
 
-def gradients_of_head(call: Backward, grads: Sequence[Tensor], draws: Draws | None = None) -> None:
+def gradients_of_head(call: Backward, grads: Sequence[Tensor]) -> None:
     # p and its factor are separate matrices if the factor depends on the class
     in_block = int(call.grad_expected_log_prob is not None)
     retained = None if call.retained is None else call.retained.view(call.operands.input.dtype)
-    gradients_of_rows(call, *products_and_gradients(call, grads, in_block, draws, retained))
+    gradients_of_rows(call, *products_and_gradients(call, grads, in_block, retained))
 
 
 def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: GradientAccumulator) -> None:

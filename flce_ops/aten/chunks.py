@@ -16,7 +16,7 @@ at a time, into a part of the workspace that chunks leave free.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -184,18 +184,17 @@ def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
         yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
-def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> Iterator[tuple]:
-    """Yields for each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
+def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> Iterable[tuple]:
+    """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
     row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
     step = max(nbytes // row_bytes, 1)
     if input.device.type == "cpu":
         step = max(step, 2 * ROWS_OF_A_BLOCK)
     if chunk.stop - chunk.start == input.shape[0] <= step:
-        yield chunk, product, *vectors
-        return
-    for rows in cut(chunk.start, chunk.stop, step, ROWS_OF_A_BLOCK):
-        block = product[rows.start - chunk.start : rows.stop - chunk.start]
-        yield rows, block, *(vector[rows] for vector in vectors)
+        return [(chunk, product, *vectors)]
+    start, parts = chunk.start, cut(chunk.start, chunk.stop, step, ROWS_OF_A_BLOCK)
+    # made one at a time, because a block keeps what an objective computed of it
+    return ((r, product[r.start - start : r.stop - start], *(vector[r] for vector in vectors)) for r in parts)
 
 
 COPY_SHARE = 4  # a fourth of the workspace holds the copy

@@ -14,23 +14,13 @@ import torch
 from torch import Tensor
 
 from ..math.options import accumulation_dtype
-from ..math.sparse_gradient import Draws, keep_entries
+from ..math.sparse_gradient import keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
 from ..support.workspace import float32_sum_fits
-from .chunks import (
-    block_bytes,
-    chunk_products,
-    copy_bytes,
-    product_dtype,
-    product_is_rounded,
-    readable,
-    readable_columns,
-    row_blocks,
-    rows_of,
-    rows_per_chunk,
-)
+from . import chunks
 from .logits import activate, activate_with_slope, apply_slope
+from .valid_tokens import RowsByChunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -44,21 +34,21 @@ ROUNDED_CHUNKS_ON_CPU = 8
 PRODUCT_BYTES = 2 << 20
 
 
-def sums_in_float32(input: Tensor, elements: int, chunks: int) -> bool:
+def sums_in_float32(input: Tensor, elements: int, count: int) -> bool:
     """Whether grad_linear_weight, with `elements` numbers in bfloat16 or float16, is summed over chunks in float32."""
     rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
-    return input.dtype.itemsize < 4 and chunks > rounded and float32_sum_fits(elements)
+    return input.dtype.itemsize < 4 and count > rounded and float32_sum_fits(elements)
 
 
 def rows_beside_gradients(
     input: Tensor, num_classes: int, want_weight: bool, *, reserved: int = 0, **matrices: int
 ) -> int:
     """How many rows of a chunk fit the workspace beside the float32 sum of grad_linear_weight, if there is one."""
-    rows = rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
+    rows = chunks.rows_per_chunk(input, num_classes, reserved=reserved, **matrices)
     elements = num_classes * input.shape[1] * want_weight
     if not sums_in_float32(input, elements, cdiv(input.shape[0], rows)):
         return rows
-    return rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
+    return chunks.rows_per_chunk(input, num_classes, reserved=reserved + 4 * elements + PRODUCT_BYTES, **matrices)
 
 
 def run_blocks(
@@ -70,9 +60,9 @@ def run_blocks(
     nbytes: int | None = None,  # of a matrix of a block
 ) -> None:
     input = call.operands[0]
-    nbytes = block_bytes(input) if nbytes is None else nbytes
+    nbytes = chunks.block_bytes(input) if nbytes is None else nbytes
     for chunk, product in products:
-        for rows, block, *own in row_blocks(input, chunk, product, nbytes, *vectors):
+        for rows, block, *own in chunks.row_blocks(input, chunk, product, nbytes, *vectors):
             if gradients is None:
                 work(rows, activate(block, call.logits), *own)
                 continue
@@ -80,9 +70,9 @@ def run_blocks(
             logits, slope = activate_with_slope(block, call.logits)
             grad_lse = work(rows, logits, *own)
             gradients.add_bias(apply_slope(logits, slope))
-            gradients.add_scale(logits, u)
-            gradients.keep(logits, grad_lse, chunk, rows)
-            gradients.round_block(block, logits)
+            if u is not None:
+                gradients.add_scale(logits, u)
+            gradients.finish_block(block, logits, grad_lse, chunk, rows)
             del block, logits, slope, u  # frees memory before the next block is allocated
         if gradients is not None:
             gradients.add_products(chunk, product)
@@ -122,17 +112,13 @@ class GradientAccumulator:
             return None
         return product.clone() if product.dtype == self.grad_logit_scale.dtype else product
 
-    def add_scale(self, grad_logits: Tensor, product: Tensor | None) -> None:
+    def add_scale(self, grad_logits: Tensor, product: Tensor) -> None:
         """Adds sum_ij G_ij u_ij, which is logit_scale times its gradient. A class that a bias of -inf switches off has
         G = 0, and adds nothing.
         """
-        if product is not None:
-            self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
+        self.grad_logit_scale += (grad_logits * product).masked_fill_(grad_logits == 0.0, 0.0).sum()
 
-    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
-        """Every entry is kept."""
-
-    def round_block(self, block: Tensor, grad_logits: Tensor) -> None:
+    def finish_block(self, block: Tensor, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
         """Copies the G of some rows over their logits, unless G was made there."""
         if block.dtype != grad_logits.dtype:
             block.copy_(grad_logits)
@@ -144,19 +130,19 @@ class GradientAccumulator:
         self.add_to_weight(rows, rounded)
 
     def add_to_input(self, rows: slice, rounded: Tensor) -> None:
-        if self.mask[0] and readable(self.linear_weight):
-            torch.mm(rounded, self.linear_weight, out=rows_of(self.grad_input, rows))
+        if self.mask[0] and chunks.readable(self.linear_weight):
+            torch.mm(rounded, self.linear_weight, out=chunks.rows_of(self.grad_input, rows))
         elif self.mask[0]:
-            for features, weight in readable_columns(self.linear_weight):
+            for features, weight in chunks.readable_columns(self.linear_weight):
                 torch.mm(rounded, weight, out=self.grad_input[rows, features])
 
     def add_to_weight(self, rows: slice, rounded: Tensor) -> None:
         if not self.mask[1]:
             return
-        input = rows_of(self.input, rows)
+        input = chunks.rows_of(self.input, rows)
         if self.weight_sum.dtype == self.input.dtype:
             self.weight_sum.addmm_(rounded.T, input)
-        elif not product_is_rounded(input):
+        elif not chunks.product_is_rounded(input):
             torch.addmm(self.weight_sum, rounded.T, input, out_dtype=self.weight_sum.dtype, out=self.weight_sum)
         else:
             self.add_by_classes(rounded, input)
@@ -194,18 +180,15 @@ class GivenRows(GradientAccumulator):
 # integer for each entry
 PARTS = 8
 
-Call = WithGrad | Backward
 
-
-def draws_of(call: Call) -> tuple[Draws, ...]:
-    """The extra arguments of a function that a kernel runs on its rows (valid_tokens.py): none unless a gradient is
-    sparse.
-    """
-    if not call.sparse.gradient_threshold or not any(call.sparse.products(call.output_mask)):
-        return ()
+def places_of(call: Any) -> Tensor | None:  # (N,) int64
+    """Each row's place in the call, on which the random numbers of a sparse gradient depend; None for a dense one."""
+    sparse, input = vars(call).get("sparse"), call.operands.input
+    if sparse is None or not sparse.gradient_threshold or not any(sparse.products(call.output_mask)):
+        return None
     call.notes += ("a sparse gradient, as a dense matrix",)
-    target = call.operands.target
-    return (Draws(torch.arange(target.shape[0], device=target.device)),)
+    known = input.places if isinstance(input, RowsByChunk) else None
+    return torch.arange(input.shape[0], device=input.device) if known is None else known
 
 
 def needs_exact(call: Any) -> bool:
@@ -215,25 +198,26 @@ def needs_exact(call: Any) -> bool:
 class SparseAccumulator(GradientAccumulator):
     """Makes gradients from the kept entries. If only one of them is sparse, a second matrix serves the exact one."""
 
-    def __init__(self, call: Call, draws: Draws, grads: Sequence[Tensor], rows: int) -> None:
+    def __init__(self, call: WithGrad | Backward, places: Tensor, grads: Sequence[Tensor], rows: int) -> None:
         super().__init__(call, grads, rows)
-        self.sparse, self.draws = call.sparse, draws
+        self.sparse, self.places = call.sparse, places
         self.exact = None
         if needs_exact(call):
-            self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=product_dtype(self.input))
+            self.exact = self.input.new_empty(rows, self.linear_weight.shape[0], dtype=chunks.product_dtype(self.input))
 
-    def keep(self, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
+    def finish_block(self, block: Tensor, grad_logits: Tensor, slope: Tensor | None, chunk: slice, rows: slice) -> None:
         """Keeps entries of `grad_logits`, rows of the chunk, in place. `slope` is l, (n,); None for 0."""
         if slope is None:
             slope = grad_logits.new_zeros(grad_logits.shape[0])
         if self.exact is not None:
             self.exact[rows.start - chunk.start : rows.stop - chunk.start].copy_(grad_logits)
         slope = slope if self.logit_scale is None else slope * self.logit_scale
-        draws, count = self.draws.of(rows), grad_logits.shape[0]
+        places, count = self.places[rows], grad_logits.shape[0]
         at_once = count // PARTS + 1
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
-            keep_entries(grad_logits[part], slope[part], self.sparse, draws.of(part))
+            keep_entries(grad_logits[part], slope[part], self.sparse, places[part])
+        super().finish_block(block, grad_logits, None, chunk, rows)
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         if self.exact is None:
@@ -249,13 +233,12 @@ def products_and_gradients(
     call: Any,
     grads: Sequence[Tensor],
     in_block: int = 0,  # further matrices of a block
-    draws: Draws | None = None,
     retained: Tensor | None = None,
     largest_shard: int | None = None,  # of ranks that share the vocabulary; a chunk is one block then
 ) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
     """Of a head: each chunk's rows and u, and what its G is added to."""
-    input, linear_weight = call.operands[:2]
-    in_block += product_is_rounded(input) + (call.logits.softcap is not None)
+    (input, linear_weight, *_), places = call.operands, places_of(call)
+    in_block += chunks.product_is_rounded(input) + (call.logits.softcap is not None)
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
     # buffer.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
@@ -263,14 +246,14 @@ def products_and_gradients(
     if largest_shard is not None:
         step = rows_beside_gradients(input, largest_shard, sums, matrices=in_block)
     else:
-        in_block += (draws is not None) + 2 * call.scale_gradient  # u, and G u
-        exact, reserved = draws is not None and needs_exact(call), copy_bytes(linear_weight)
+        in_block += (places is not None) + 2 * call.scale_gradient  # u, and G u
+        exact, reserved = places is not None and needs_exact(call), chunks.copy_bytes(linear_weight)
         step = rows_beside_gradients(
             input, linear_weight.shape[0], sums, matrices=exact, matrices_in_block=in_block, reserved=reserved
         )
-    gradients = accumulator_of(call, draws, grads, step)
-    return chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
+    gradients = accumulator_of(call, places, grads, step)
+    return chunks.chunk_products(call, input, linear_weight, call.operands.linear_bias, step, retained), gradients
 
 
-def accumulator_of(call: Any, draws: Draws | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
-    return GradientAccumulator(call, grads, rows) if draws is None else SparseAccumulator(call, draws, grads, rows)
+def accumulator_of(call: Any, places: Tensor | None, grads: Sequence[Tensor], rows: int) -> GradientAccumulator:
+    return GradientAccumulator(call, grads, rows) if places is None else SparseAccumulator(call, places, grads, rows)

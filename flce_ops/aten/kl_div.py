@@ -25,16 +25,7 @@ from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
 from ..support.exchange import all_gather, all_reduce
 from ..support.integers import cdiv
-from .chunks import (
-    ROWS_OF_A_BLOCK,
-    WHOLE_CHUNK,
-    block_bytes,
-    chunk_product,
-    chunk_products,
-    copy_bytes,
-    cut,
-    product_is_rounded,
-)
+from . import chunks
 from .gradients import accumulator_of, rows_beside_gradients, run_blocks
 from .logits import activate, finite_maximum, shift_rows
 from .valid_tokens import kernel_of
@@ -50,7 +41,7 @@ def rows_of_chunk(call: Any, gradients: bool) -> int:
     operands, options, teacher = call.operands, call.options, call.operands.teacher_input
     input, alone = operands.input, options.vocab_size is None
     classes = operands.linear_weight.shape[0] if alone else shard_rows(options.vocab_size, options.ranks)
-    rounded = product_is_rounded(input)
+    rounded = chunks.product_is_rounded(input)
     in_block = DIVERGENCES[options.kind].matrices + rounded + (options.softcap is not None)
     in_block += 2 * vars(call).get("scale_gradient", False)  # u, and G u
     return rows_beside_gradients(
@@ -60,7 +51,7 @@ def rows_of_chunk(call: Any, gradients: bool) -> int:
         matrices=1 + rounded + (0 if alone else in_block),  # the teacher's
         matrices_in_block=cdiv(2 * in_block, BLOCKS) if alone else 0,
         bytes_of_row=0 if teacher is None else teacher.shape[1] * teacher.dtype.itemsize,
-        reserved=copy_bytes(operands.linear_weight, operands.teacher_weight) if alone else 0,
+        reserved=chunks.copy_bytes(operands.linear_weight, operands.teacher_weight) if alone else 0,
     )
 
 
@@ -76,7 +67,7 @@ def teacher_rows(operands: KlDivOperands, options: KlDivOptions, rows: slice) ->
     """The teacher's logits, or the logarithms of given probabilities (the probabilities for "cross_entropy")."""
     dtype = accumulation_dtype(operands.input.dtype)
     if operands.teacher_probs is None:
-        product = chunk_product(operands.teacher_input[rows], operands.teacher_weight, operands.teacher_bias)
+        product = chunks.chunk_product(operands.teacher_input[rows], operands.teacher_weight, operands.teacher_bias)
         return activate(product, options.teacher).to(dtype)
     p = operands.teacher_probs[rows].to(dtype)
     return p if DIVERGENCES[options.kind].of_given_p else p.log()
@@ -120,7 +111,7 @@ def divergences(
 
     def products() -> Iterator[tuple[slice, Tensor]]:
         nonlocal teacher, start
-        for chunk, u in chunk_products(call, operands.input, operands.linear_weight, operands.linear_bias, step):
+        for chunk, u in chunks.chunk_products(call, operands.input, operands.linear_weight, operands.linear_bias, step):
             teacher, start = teacher_rows(operands, options, chunk), chunk.start
             yield chunk, u
             teacher = None  # frees memory before the next chunk is allocated
@@ -166,22 +157,18 @@ def divergences(
 
     # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
     # summed before any gradient is made, so there is one block.
-    nbytes = block_bytes(operands.input) // BLOCKS if alone else WHOLE_CHUNK
+    nbytes = chunks.block_bytes(operands.input) // BLOCKS if alone else chunks.WHOLE_CHUNK
     run_blocks(call, products(), work, gradients=gradients, nbytes=nbytes)
 
 
-def blocks_of(matrix: Tensor) -> Iterator[slice]:  # (n, V)
-    """Splits rows into blocks, so that the temporaries of a block together are smaller than one matrix."""
-    rows, classes = matrix.shape
-    step = max(cdiv(rows, 16), BLOCK_BYTES // (max(classes, 1) * matrix.element_size()), 2 * ROWS_OF_A_BLOCK)
-    yield from cut(0, rows, step, ROWS_OF_A_BLOCK)
-
-
-def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:
-    """Yields both matrices whole, or a block of rows at a time."""
+def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:  # (n, V) each
+    """Both matrices whole, or a block of rows at a time, whose temporaries together are smaller than one matrix."""
     if whole:
         return [(slice(None), log_q, log_p)]
-    return ((rows, log_q[rows], log_p[rows]) for rows in blocks_of(log_q))
+    rows, classes = log_q.shape
+    step = max(cdiv(rows, 16), BLOCK_BYTES // (max(classes, 1) * log_q.element_size()), 2 * chunks.ROWS_OF_A_BLOCK)
+    parts = chunks.cut(0, rows, step, chunks.ROWS_OF_A_BLOCK)
+    return ((part, log_q[part], log_p[part]) for part in parts)
 
 
 def row_sums(

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import meta
 from ..math.topk import tokens_that_count
 from ..meta.call import ZERO, Arguments, AtIgnored, takes
-from ..meta.shapes import AXES, BY_CLASS
+from ..meta.outputs import AXES, BY_CLASS
 from ..objectives.token_objective import zero_where
 from ..support.target_range import assert_in_range, in_range
 
@@ -32,7 +32,7 @@ from ..support.target_range import assert_in_range, in_range
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
 MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes[0] == "N" and len(axes) == 2}
-VECTORS = {name for name, axes in AXES.items() if axes == "N"} | {"shift", "teacher_shift", "student_kl", "token"}
+VECTORS = {name for name, axes in AXES.items() if axes == "N"} | {"shift", "teacher_shift", "student_kl"}
 SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
 
 
@@ -48,12 +48,14 @@ class RowsByChunk:
         rows: int,
         make: Callable[[slice], Tensor],
         ignored: Tensor | None = None,  # (rows,) bool
+        places: Tensor | None = None,  # (rows,)
     ) -> None:
         self.dtype, self.device, self.new_empty = matrix.dtype, matrix.device, matrix.new_empty
         self.shape = torch.Size((rows, matrix.shape[1]))
         self.tokens = matrix.shape[0]
         self.make = make
         self.ignored = ignored  # rows of ignored tokens; None if there are none
+        self.places = places  # of the rows in the call; None if all are there
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.make(rows)
@@ -70,7 +72,7 @@ def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N, ...)
     return values if ignored is None else zero_where(ignored, values)
 
 
-Body = Callable[..., None]  # takes a call, the results to fill in, and perhaps further arguments of each token
+Body = Callable[..., None]  # takes a call and the results to fill in
 Results = Sequence[Tensor]
 Fills = Sequence[AtIgnored | None]  # None for a result that has no entry for each token
 
@@ -79,7 +81,6 @@ def kernel_of(
     arguments: type[Arguments],
     *,
     checks_target: bool = False,  # for operators that get the target from the user, not from another operator
-    extra_of: Callable[[Any], tuple[Any, ...]] | None = None,  # makes these further arguments of a call
 ) -> Callable[[Body], Callable]:
     """Decorates a body: the kernel checks the call, allocates the results, and runs the body on the valid rows."""
 
@@ -93,11 +94,10 @@ def kernel_of(
             results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
             if call.written == "logits":  # whose rows become those of their gradient
                 results, fills = (*results, call.operands.logits), (*fills, ZERO)
-            extra = extra_of(call) if extra_of else ()
             if call.all_count:
-                body(call, results, *extra)
+                body(call, results)
             else:
-                on_valid_tokens(body, call, results, fills, *extra)
+                on_valid_tokens(body, call, results, fills)
             return outputs
 
         return kernel
@@ -105,16 +105,14 @@ def kernel_of(
     return decorate
 
 
-def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills, *extra: Any) -> None:
-    valid = None if call.all_count else counted(call)
-    if valid is None:
-        body(call, results, *extra)
+def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills) -> None:
+    valid = counted(call)
+    if valid is None or (valid.device.type == "cpu" and bool(valid.all())):
+        body(call, results)
     elif valid.device.type != "cpu":
-        with_zeroed_rows(body, call, results, fills, ~valid, *extra)
-    elif bool(valid.all()):
-        body(call, results, *extra)
+        with_zeroed_rows(body, call, results, fills, ~valid)
     else:
-        with_valid_rows(body, call, results, fills, valid, *extra)
+        with_valid_rows(body, call, results, fills, valid)
 
 
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> bool:
@@ -136,7 +134,7 @@ def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if a
     return call.operands.valid
 
 
-def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor, *extra: Any) -> None:
+def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor) -> None:
     indices = valid.nonzero().squeeze(1)
     by_token = [(r, fill) for r, fill in zip(results, fills) if fill is not None and r.shape[fill.dim]]
     first = {id(r): r.narrow(fill.dim, 0, len(indices)) for r, fill in by_token}
@@ -147,14 +145,14 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
         if name == "valid" or not isinstance(value, Tensor):
             return None if name == "valid" else value
         if name in MATRICES:
-            return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]))
+            return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]), places=indices)
         if name in BY_CLASS:
             return value.index_select(0, indices)
         return value.index_select(-1, indices) if name in VECTORS and value.shape[-1] else value
 
     call_of_valid = call.changed(of_valid)
     call_of_valid.notes += ("without ignored tokens",)
-    body(call_of_valid, [first.get(id(r), r) for r in results], *(by_name(d, of_valid) for d in extra))
+    body(call_of_valid, [first.get(id(r), r) for r in results])
     ignored = (~valid).nonzero().squeeze(1)
     for result, fill in by_token:
         spread(result.movedim(fill.dim, 0), indices)
@@ -171,7 +169,7 @@ def spread(rows: Tensor, indices: Tensor) -> None:
         rows.index_copy_(0, to, rows[start : start + len(to)].clone())
 
 
-def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills, ignored: Tensor, *extra: Any) -> None:
+def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills, ignored: Tensor) -> None:
     def zeroed(name: str, value: Any) -> Any:
         if name not in MATRICES or not isinstance(value, Tensor):
             return value
@@ -180,13 +178,8 @@ def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills
             value, value.shape[0], lambda rows: value[rows].masked_fill(ignored[rows, None], fill), ignored=ignored
         )
 
-    body(call.changed(zeroed), results, *(by_name(d, zeroed) for d in extra))
+    body(call.changed(zeroed), results)
     for result, fill in zip(results, fills):
         # rows of grad_input are already 0, as zeros times linear_weight; a shift of a row of zeros needs no change
         if fill is not None and result.dim() == 1 and len(result):
             result.masked_fill_(ignored, fill.fill)
-
-
-def by_name(values: Any, change: Callable[[str, Any], Any]) -> Any:
-    """The named tuple with `change` applied to its values."""
-    return type(values)(*(change(name, value) for name, value in values._asdict().items()))

@@ -6,25 +6,14 @@ writes G over the logits.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..math import shards
 from ..math.options import Statistics, TokenStatistics
 from ..math.reduction import Reduction
-from ..math.shards import (
-    Exchange,
-    argmax_of_shards,
-    class_weights_of_shards,
-    log_shares,
-    logit_sum_of_shards,
-    shard_rows,
-    shards_of_classes,
-    statistics_of_shard,
-    target_columns,
-)
-from ..math.sparse_gradient import Draws
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
 from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, TokenLossWithGrad, VocabParallelWithGrad, WithGrad
@@ -33,7 +22,7 @@ from ..objectives.row import RowObjective
 from ..objectives.token_losses import token_loss_named
 from ..objectives.token_objective import FunctionObjective
 from .chunks import WHOLE_CHUNK, copied_rows
-from .gradients import GivenRows, GradientAccumulator, draws_of, products_and_gradients, run_blocks
+from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
 from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
 from .valid_tokens import kernel_of, zero_where_ignored
 
@@ -42,12 +31,12 @@ from .valid_tokens import kernel_of, zero_where_ignored
 NOTHING = TokenStatistics()
 
 
-@kernel_of(WithGrad, checks_target=True, extra_of=draws_of)
-def with_grad(call: WithGrad, outputs: Sequence[Tensor], draws: Draws | None = None) -> None:
+@kernel_of(WithGrad, checks_target=True)
+def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *results, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
-    of_head = products_and_gradients(call, grads, extra_matrices(call.statistics), draws)
-    loss.copy_(cross_entropy_and_gradients(call, *of_head, losses, statistics))
+    of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
+    loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
 
 
 @kernel_of(LogitsWithGrad, checks_target=True)
@@ -66,7 +55,8 @@ def logits_with_grad_in_place(call: LogitsWithGradInPlace, outputs: Sequence[Ten
 
 def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor, grad_logits: Tensor) -> None:
     statistics = TokenStatistics(argmax if call.argmax else None)
-    loss.copy_(cross_entropy_and_gradients(call, copied_rows(call), GivenRows(grad_logits), losses, statistics))
+    products, gradients, rows = copied_rows(call), GivenRows(grad_logits), rows_of_call(call, losses)
+    loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
 
 
 @kernel_of(TokenLossWithGrad, checks_target=True)
@@ -75,9 +65,9 @@ def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> 
     input, target = call.operands.input, call.operands.target
     of_head = products_and_gradients(call, (*grads, of_scale))
     tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
-    valid, _, column = target_columns(target, call.ignore_index, 0, call.operands.num_classes)
+    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
     objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
-    loss.copy_(loss_and_gradients(call, *of_head, objective, valid, column, losses, log_probs=log_probs))
+    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
 
 @kernel_of(VocabParallelWithGrad, checks_target=True)
@@ -89,41 +79,35 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     loss, losses, *grads, argmax, _, _, _, _ = outputs
     target, weight = call.operands.target, call.operands.weight
     vocab_start, own = call.vocab_start, call.operands.num_classes
-    valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
+    valid, hit, column = shards.target_columns(target, call.ignore_index, vocab_start, own)
     objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
     of_shards = None
     if call.loss.label_smoothing:
-        of_shards = class_weights_of_shards(weight, shards_of_classes(slice(0, call.vocab_size), call.ranks), losses)
-    exchange = Exchange(call.group, call.ranks)
-    own_statistics = statistics_of_shard(call.statistics, losses)
+        classes = shards.shards_of_classes(slice(0, call.vocab_size), call.ranks)
+        of_shards = shards.class_weights_of_shards(weight, classes, losses)
+    exchange = shards.Exchange(call.group, call.ranks)
+    own_statistics = shards.statistics_of_shard(call.statistics, losses)
     lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
-    largest_shard = shard_rows(call.vocab_size, call.ranks)
-    products, gradients = products_and_gradients(
-        call, grads, extra_matrices(call.statistics), largest_shard=largest_shard
-    )
+    largest = shards.shard_rows(call.vocab_size, call.ranks)
+    products, gradients = products_and_gradients(call, grads, extra_matrices(call.statistics), largest_shard=largest)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
-    of_rows = (objective, valid, column, losses, own_statistics, own_weight)
-    loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, shared=shared))
+    of_rows = (own_weight, objective, valid, column, losses)
+    loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, statistics=own_statistics, shared=shared))
     exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
 
 
-class SharedRows:
+class SharedRows(NamedTuple):
     """For rows whose classes are spread over ranks: combines this rank's numbers of a row with those of the other
     ranks.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        hit: Tensor,
-        vocab_start: int,
-        argmax: Tensor | None,  # out
-        lse_rest: Tensor | None,  # out: what the rounding of this rank's lse took from it
-        class_weights: Tensor | None,  # (R,), their sum over each shard, for a logit sum
-    ) -> None:
-        self.exchange, self.hit, self.vocab_start = exchange, hit, vocab_start
-        self.argmax, self.lse_rest, self.class_weights = argmax, lse_rest, class_weights
+    exchange: shards.Exchange
+    hit: Tensor
+    vocab_start: int
+    argmax: Tensor | None  # out
+    lse_rest: Tensor | None  # out: what the rounding of this rank's lse took from it
+    class_weights: Tensor | None  # (R,), their sum over each shard, for a logit sum
 
     def whole(
         self, rows: slice, numbers: BlockNumbers, own_lse: Tensor, own_rest: Tensor, target_logit: Tensor
@@ -140,13 +124,13 @@ class SharedRows:
             sent = [lse, rest, target_logit, *([] if logit_sum is None else [logit_sum])]
             sent += [] if largest is None else [part.to(lse.dtype) for part in largest]
             gathered = self.exchange.gather(torch.stack(sent))
-            lse, rest, log_share = log_shares(gathered[:, 0], gathered[:, 1])
+            lse, rest, log_share = shards.log_shares(gathered[:, 0], gathered[:, 1])
             if logit_sum is not None:
-                logit_sum = logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
+                logit_sum = shards.logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
             share = ((own_lse - lse) + (own_rest - rest)).exp() / log_share.exp().sum(0)
             target_logit = gathered[:, 2].sum(0)
             if largest is not None:
-                largest = None, argmax_of_shards(gathered[:, -2], gathered[:, -1])
+                largest = None, shards.argmax_of_shards(gathered[:, -2], gathered[:, -1])
         if self.argmax is not None:
             self.argmax[rows] = largest[1]
         if self.lse_rest is not None:
@@ -166,38 +150,32 @@ def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNum
             of_tokens[rows] = of_rows
 
 
-def cross_entropy_and_gradients(
-    call: WithGrad | LogitsWithGrad,
-    products: Iterable[tuple[slice, Tensor]],
-    gradients: GradientAccumulator,
-    losses: Tensor,
-    statistics: TokenStatistics,
-) -> Tensor:  # ()
+def rows_of_call(call: WithGrad | LogitsWithGrad, losses: Tensor) -> tuple[Any, ...]:
+    """The class weights, the objective, the valid tokens, the targets' columns and the losses of a cross-entropy."""
     input, target, num_classes = call.operands[0], call.operands.target, call.operands.num_classes
     target_weight, topk_weight = vars(call).get("target_weight"), None
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     else:
-        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
+        valid, _, column = shards.target_columns(target, call.ignore_index, 0, num_classes)
         topk_weight = topk_weights(target, target_weight, call.ignore_index, losses.dtype)
     class_weight = upcast(call.operands.weight, losses.dtype)
     of_targets = column.squeeze(1) if topk_weight is None else column
     objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, losses.dtype, topk_weight)
-    rows = (objective, valid, column, losses, statistics, class_weight)
-    return loss_and_gradients(call, products, gradients, *rows)
+    return class_weight, objective, valid, column, losses
 
 
 def loss_and_gradients(
     call: Any,
     products: Iterable[tuple[slice, Tensor]],  # as of run_blocks
     gradients: GradientAccumulator,
+    class_weight: Tensor | None,  # (V,)
     objective: RowObjective,
     valid: Tensor,  # (N,)
     column: Tensor,  # (N, 1) or (N, K)
     losses: Tensor,  # (N,) out, as are the statistics and log_probs
-    statistics: TokenStatistics = NOTHING,
-    class_weight: Tensor | None = None,  # (V,)
     *,
+    statistics: TokenStatistics = NOTHING,
     log_probs: Tensor | None = None,  # (N,) or (N, K), of a token function
     shared: SharedRows | None = None,
 ) -> Tensor:  # ()
@@ -215,7 +193,7 @@ def loss_and_gradients(
     ) -> Tensor:
         found = logits.gather(1, own_column)
         target_logit = found if objective.soft else found.squeeze(1)
-        numbers = reduce_rows(logits, asked, call.num_classes, class_weight, weight_sum)
+        numbers = reduce_rows(logits, asked, objective.num_classes, class_weight, weight_sum)
         if any(asked):
             fill_statistics(statistics, rows, numbers)
         lse, lse_rest = two_sum(numbers.row_max, numbers.log_sum)

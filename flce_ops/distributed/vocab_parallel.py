@@ -122,29 +122,20 @@ def rows_of_shard(
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     first = num_classes if empty else classes.start
     own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
-    results = Forward.like(problem, **own).dispatched()
-    target_logit, lse, logit_sum, expected, max_logit, argmax, squares, mean_logit, lse_rest, *_ = results
-    numbers = {
-        "logit_sum": logit_sum,
-        "expected_log_prob": expected,
-        "argmax": argmax,
-        "log_sum_sq_probs": squares,
-        "mean_logit": mean_logit,
-    }
-    others = {name: numbers[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
+    found = {made.name: numbers for made, numbers in zip(Forward.results, Forward.like(problem, **own).dispatched())}
+    lse, lse_rest = found["lse"], found["lse_rest"]
+    others = {name: found[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:
             others[name] = finite_in_empty_rows(others[name], lse)
     if asked["argmax"]:
-        others["argmax"] = (argmax + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
-        others["max_logit"] = max_logit
+        others["argmax"] = (found["argmax"] + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
+        others["max_logit"] = found["max_logit"]
     if empty:
         lse, lse_rest = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.zeros_like(lse)
-        column = others.get("argmax")
-        others = dict.fromkeys(others, lse_rest)
-        if column is not None:
-            others |= {"argmax": column, "max_logit": torch.full_like(lse, -torch.inf)}
-    return ShardRows(lse, lse_rest, target_logit, others)
+        least = {"argmax": others["argmax"], "max_logit": torch.full_like(lse, -torch.inf)} if asked["argmax"] else {}
+        others = dict.fromkeys(others, lse_rest) | least
+    return ShardRows(lse, lse_rest, found["target_logit"], others)
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:

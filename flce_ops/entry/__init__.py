@@ -2,7 +2,7 @@
 
 schemas.py             their arguments
 arguments.py           checks the arguments, naming them in errors
-hints.py               the likely mistake behind a target of another shape
+hints.py               the likely mistake behind a wrong name, type or shape
 refusals.py            the combinations that are not implemented
 loss.py                how a loss is computed, for every objective, for plain tensors and DTensors
 

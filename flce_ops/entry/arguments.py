@@ -5,7 +5,6 @@ implemented.
 """
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -277,11 +276,6 @@ def check_ranges(op: str, **numbers: Number | None) -> None:
 def check_reduction(op: str, reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op}: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-
-
-def check_ignore_index(op: str, ignore_index: int | None) -> None:
-    if ignore_index is not None and not isinstance(ignore_index, Integral):
-        raise TypeError(f"{op}: expected ignore_index to be an integer or None, got {ignore_index!r}")
 
 
 def resolve_ignore_index(op: str, ignore_index: int | None, target: Tensor | None) -> int:

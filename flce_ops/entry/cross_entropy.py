@@ -60,7 +60,8 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     if order is not None:
         call = in_class_order(call)
     operands = layout.head(call)
-    check_main_grad(OP, operands, call.main_grad)
+    if call.main_grad is not None:
+        check_main_grad(OP, operands, call.main_grad)
     target_weight = None if call.target_weight is None else layout.per_token(call.target_weight)
     problem = token_losses(OP, layout, call, operands, asked, target_weight=target_weight)
     with_grad: WithGrad | None = None

@@ -89,16 +89,10 @@ def flatten_tokens(
     """Flattens (..., D) to this rank's (N, D), and finds the valid tokens."""
     layout.measure(operands.input, operands.linear_weight.shape[0])
     target = layout.per_token(target)
-    return KlDivOperands(
-        input=layout.rows(operands.input),
-        linear_weight=layout.per_class(operands.linear_weight),
-        linear_bias=layout.per_class(operands.linear_bias),
-        teacher_input=layout.rows(operands.teacher_input),
-        teacher_weight=layout.per_class(operands.teacher_weight),
-        teacher_bias=layout.per_class(operands.teacher_bias),
-        teacher_probs=layout.rows(operands.teacher_probs),
-        valid=None if target is None else target != ignore_index,
-    )
+    of_tokens = {name: layout.rows(getattr(operands, name)) for name in ("input", "teacher_input", "teacher_probs")}
+    names = ("linear_weight", "linear_bias", "teacher_weight", "teacher_bias")
+    of_classes = {name: layout.per_class(getattr(operands, name)) for name in names}
+    return KlDivOperands(**of_tokens, **of_classes, valid=None if target is None else target != ignore_index)
 
 
 def weigh_tokens(

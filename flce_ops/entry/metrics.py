@@ -19,12 +19,6 @@ NAMES = (*RESULTS, "z_loss")
 OF_LOG_PROBS = ("log_sum_sq_probs", "mean_logit")
 
 
-def metric_names(op: str, return_metrics: bool | Sequence[str]) -> tuple[str, ...]:
-    if isinstance(return_metrics, bool):
-        return OF_ARGMAX if return_metrics else ()
-    return checked_names(op, return_metrics, NAMES)
-
-
 def checked_names(
     op: str, names: Sequence[str], known: tuple[str, ...], argument: str = "return_metrics"
 ) -> tuple[str, ...]:

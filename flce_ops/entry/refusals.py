@@ -26,14 +26,12 @@ def wants_gradient(call: Any) -> bool:
 
 # present if the argument is given
 GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
-# "sharded vocabulary" depends on the layout, so the caller adds it. The others follow from the arguments.
-FEATURES: tuple[str, ...] = (*GIVEN, "DTensors", "torch.func", "positions", "class probabilities")
-FEATURES += ("metrics", "argmax", "sparse gradient", "sharded vocabulary")
-FEATURES += ("batch_invariant", "a CPU", "learnt scale")
 
 
 def features_of(call: Any) -> set[str]:
-    """The features that follow from the arguments alone."""
+    """The features that follow from the arguments alone. "sharded vocabulary" depends on the layout: the caller adds
+    it.
+    """
     values = vars(call)
     found = {name for name in GIVEN if values.get(name) is not None}
     if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):

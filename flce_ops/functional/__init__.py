@@ -10,25 +10,14 @@ policy.py       linear_policy_loss
 token_loss.py   linear_token_loss
 logits.py       cross_entropy of given logits
 public.py       makes a public function from its signature: checks types by name, and calls its operator
-names.py        hints for a wrong argument: other libraries' names
-keywords.py     types of keyword arguments, for overloads
 """
 
-from .kl_div import linear_kl_div
-from .log_probs import LinearLogProbs, linear_log_probs
-from .logits import cross_entropy
-from .loss import LinearCrossEntropyMetrics, linear_cross_entropy
-from .policy import LinearPolicyResult, linear_policy_loss
-from .token_loss import linear_token_loss
-
-__all__ = [
-    "LinearCrossEntropyMetrics",
-    "LinearLogProbs",
-    "LinearPolicyResult",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "linear_kl_div",
-    "linear_log_probs",
-    "linear_policy_loss",
-    "linear_token_loss",
-]
+from .kl_div import linear_kl_div as linear_kl_div
+from .log_probs import LinearLogProbs as LinearLogProbs
+from .log_probs import linear_log_probs as linear_log_probs
+from .logits import cross_entropy as cross_entropy
+from .loss import LinearCrossEntropyMetrics as LinearCrossEntropyMetrics
+from .loss import linear_cross_entropy as linear_cross_entropy
+from .policy import LinearPolicyResult as LinearPolicyResult
+from .policy import linear_policy_loss as linear_policy_loss
+from .token_loss import linear_token_loss as linear_token_loss

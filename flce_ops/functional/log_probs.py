@@ -1,7 +1,7 @@
 """linear_log_probs and its documentation."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypedDict, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -9,7 +9,6 @@ from typing_extensions import Unpack
 from ..entry import metrics
 from ..entry.log_probs import OP
 from ..math.sparse_gradient import Mode, Operand
-from .keywords import LogProbsKeywords
 from .public import call_entry, public
 
 # N tokens, K classes of a token, D hidden, V vocabulary
@@ -36,6 +35,24 @@ class LinearLogProbs(NamedTuple):
     tail_log_prob: Tensor | Any = None
 
 
+class Keywords(TypedDict, total=False):
+    """The keywords beside return_metrics, for overloads: return_metrics makes the result a pair."""
+
+    ignore_index: int | None
+    softcap: float | None
+    logit_scale: float | Tensor
+    temperature: float | Tensor
+    shift: bool
+    entropy: bool
+    argmax: bool
+    tail: bool
+    gradient_threshold: float
+    gradient_mode: Mode
+    gradient_seed: Tensor | None  # ()
+    gradient_sparse: Operand
+    batch_invariant: bool
+
+
 def call(given: dict[str, Any]) -> Any:
     return_metrics = given.pop("return_metrics", None)
     names = () if return_metrics is None else metrics.checked_names(OP, return_metrics, metrics.OF_LOG_PROBS)
@@ -58,7 +75,7 @@ def linear_log_probs(
     linear_bias: Tensor | None = None,
     *,
     return_metrics: None = None,
-    **options: Unpack[LogProbsKeywords],
+    **options: Unpack[Keywords],
 ) -> LinearLogProbs: ...
 
 
@@ -70,7 +87,7 @@ def linear_log_probs(
     linear_bias: Tensor | None = None,
     *,
     return_metrics: Sequence[str],
-    **options: Unpack[LogProbsKeywords],
+    **options: Unpack[Keywords],
 ) -> tuple[LinearLogProbs, dict[str, Tensor]]: ...
 
 

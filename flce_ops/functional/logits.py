@@ -1,13 +1,11 @@
 """cross_entropy of given logits, and its documentation."""
 
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..entry.arguments import ReductionName
 from ..entry.logits import OP
-from .keywords import LogitsKeywords
 from .loss import LinearCrossEntropyMetrics
 from .public import call_entry, public
 
@@ -20,18 +18,6 @@ def call(given: dict[str, Any]) -> Any:
         return call_entry(OP, given, metrics=in_place)
     loss, token_accuracy, argmax = call_entry(OP, given, metrics="_metrics" + in_place)
     return loss, LinearCrossEntropyMetrics(token_accuracy, argmax)
-
-
-@overload
-def cross_entropy(
-    logits: Tensor, target: Tensor, *, return_metrics: Literal[False] = False, **options: Unpack[LogitsKeywords]
-) -> Tensor: ...
-
-
-@overload
-def cross_entropy(
-    logits: Tensor, target: Tensor, *, return_metrics: bool, **options: Unpack[LogitsKeywords]
-) -> Any: ...
 
 
 @public(call, only_for=("inplace_backward", "return_metrics"))
@@ -52,7 +38,7 @@ def cross_entropy(
     shift: bool = False,
     inplace_backward: bool = False,
     return_metrics: bool = False,
-) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics]:
+) -> Any:  # a Tensor; with return_metrics a pair
     r"""Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())``, without a copy of the logits.
 
     For models that must have logits, and for heads that are not linear. (``linear_cross_entropy`` never holds logits.)

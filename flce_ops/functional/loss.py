@@ -1,18 +1,16 @@
 """linear_cross_entropy and its documentation."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..entry import metrics
 from ..entry.arguments import OP, ReductionName, check_torch_options
 from ..math.sparse_gradient import Mode, Operand
 from ..ops.autocast import autocast_operands
 from ..support.holes import refuse_hole
-from .keywords import CrossEntropyKeywords
 from .public import call_entry, public
 
 # N tokens, D hidden, V vocabulary
@@ -58,37 +56,14 @@ def call_in_float32(given: dict[str, Any], return_metrics: Any) -> Any:
 def call_with_metrics(given: dict[str, Any], return_metrics: Any) -> Any:
     if return_metrics is False:
         return call_entry(OP, given)
-    names = metrics.metric_names(OP, return_metrics)
+    flag = return_metrics is True
+    names = metrics.OF_ARGMAX if flag else metrics.checked_names(OP, return_metrics, metrics.NAMES)
     asked = metrics.statistics_for(names)._asdict()
     loss, *found = call_entry(OP, given, metrics="_metrics", asked=asked)
     by_name = metrics.by_name(names, found, given.get("z_loss", 0.0))
-    if return_metrics is True:
+    if flag:
         return loss, LinearCrossEntropyMetrics(by_name["token_accuracy"], by_name["argmax"])
     return loss, by_name
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    return_metrics: Literal[False] = False,
-    **options: Unpack[CrossEntropyKeywords],
-) -> Tensor: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    return_metrics: bool | Sequence[str],
-    **options: Unpack[CrossEntropyKeywords],
-) -> Any: ...
 
 
 @public(call, only_for=("options", "return_metrics"))
@@ -119,7 +94,7 @@ def linear_cross_entropy(
     batch_invariant: bool = False,
     return_metrics: bool | Sequence[str] = False,
     options: object = None,
-) -> Tensor | tuple[Tensor, LinearCrossEntropyMetrics | dict[str, Tensor]]:
+) -> Any:  # a Tensor; with return_metrics a pair
     r"""Same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, without the (N, V) logits.
 
     The loss of each valid token, whose target is not ``ignore_index``::

@@ -22,12 +22,12 @@ from torch import SymFloat, SymInt, Tensor
 from .._ops import ops
 from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
+from ..entry.hints import hint_of_type, refuse_class_weight, refuse_name
 from ..entry.learnt_scale import with_learnt_scale
 from ..entry.shifted_target import shifted_target
 from ..math.options import number_tensor
 from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
-from .names import hint_of_type, refuse_class_weight, refuse_name
 
 Function = TypeVar("Function", bound=Callable)
 DEFAULTS = {name: dict(zip(arguments.index, arguments.defaults)) for name, (arguments, *_) in ENTRIES.items()}

@@ -57,15 +57,6 @@ class SparseGradient(NamedTuple):
         return of_input, chosen and self.gradient_sparse != "input" and output_mask[1]
 
 
-class Draws(NamedTuple):
-    """What the random numbers of rows depend on, apart from the seed and the tile."""
-
-    token: Tensor  # (N,) int64, each token's place in the call
-
-    def of(self, rows: slice) -> "Draws":
-        return Draws(self.token[rows])
-
-
 def room_of_row(threshold: float, num_classes: int, topk: int = 1) -> int:
     """The most entries that a row can keep.
 
@@ -98,7 +89,7 @@ def keep_entries(
     grad_logits: Tensor,  # (n, V), in place
     slope: Tensor,  # (n,), l s
     sparse: SparseGradient,
-    draws: Draws,  # of the rows
+    token: Tensor,  # (n,) int64, each token's place in the call
 ) -> None:
     seed = sparse.gradient_seed
     limit = (slope.abs() * sparse.gradient_threshold)[:, None]
@@ -111,7 +102,7 @@ def keep_entries(
     share = size.div_(limit)
     n, num_classes = grad_logits.shape
     tiles = range(cdiv(num_classes, TILE))
-    u, dither = uniforms(seed, draws.token, tiles)
+    u, dither = uniforms(seed, token, tiles)
     q = torch.where(below, share * ONE, ONE)
     q = torch.nn.functional.pad(q, (0, len(tiles) * TILE - num_classes))
     q = (q.view(n, len(tiles), TILE) + dither[:, :, None]).clamp_(max=ONE).to(torch.int64)

@@ -44,8 +44,8 @@ class Rows(NamedTuple):
     @classmethod
     def of_forward(cls, results: Sequence[Tensor]) -> "Rows":
         """From the results of a forward operator of a head."""
-        target_logit, lse, logit_sum, expected, _, argmax, squares, mean_logit, lse_rest, *_ = results
-        return cls(target_logit, lse, logit_sum, lse_rest, expected, argmax, squares, mean_logit)
+        target_logit, lse, logit_sum, expected, _, *others, lse_rest, _ = results
+        return cls(target_logit, lse, logit_sum, lse_rest, expected, *others)
 
     def statistics(self, asked: Statistics) -> TokenStatistics:
         """The requested statistics, detached."""

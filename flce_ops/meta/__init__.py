@@ -6,11 +6,10 @@ package, this folder imports only math, objectives and support.
 
 arguments.py, call.py            each operator's arguments and results as a class; how a class becomes schema and call,
                                  and how each kind of result is allocated
-outputs.py                       runs the checks of a call, and allocates its results
+outputs.py                       checks the shapes of a call, and allocates its results
 checks.py                        checks that entry operators share: operands, a buffer for a gradient, a sparse gradient
 """
 
-from ..math.options import saved_columns
 from .outputs import Gradients, Outputs, outputs
 
-__all__ = ["Gradients", "Outputs", "outputs", "saved_columns"]
+__all__ = ["Gradients", "Outputs", "outputs"]

@@ -175,9 +175,7 @@ def check_constants(op: str, hole: str = "constant", /, **tensors: Tensor | None
             refuse_hole(op, hole, name=name)
 
 
-def check_main_grad(op: str, operands: Operands, main_grad: Tensor | None) -> None:
-    if main_grad is None:
-        return
+def check_main_grad(op: str, operands: Operands, main_grad: Tensor) -> None:
     linear_weight = operands.linear_weight
     if main_grad.requires_grad:
         raise ValueError(f"{op}: expected main_grad without requires_grad, as it is added to; pass main_grad.detach()")

@@ -1,23 +1,35 @@
-"""What every inner operator does first, in its fake kernel and in its real kernels: it checks the arguments and
-allocates the results.
+"""What every inner operator does first, in its fake kernel and in its real kernels: it checks the shapes and devices
+that kernels rely on, by an argument's name, and allocates the results.
 
-A check belongs to a group of arguments or to an argument's name. It runs for each operator that has such arguments.
+The entry operators have checked what the user passed. A caller of an inner operator, such as a sharded head, comes
+without these checks, and a kernel must not read beyond a tensor.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..math.options import accumulation_dtype
-from .call import Result
-from .shapes import check_shapes
+from ..math.options import Cotangents, accumulation_dtype
+from .call import Arguments, Result
 
-# N tokens, K classes of a target, D hidden, V vocabulary
+# N tokens, K classes of a target, D and E hidden, V vocabulary
 
 Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
 # of input (N, D), linear_weight (V, D), linear_bias (V,) and logit_scale (); (0,) if not wanted
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+AXES = {  # aten/valid_tokens.py finds the tensors with rows of tokens by it, too
+    **{"input": "ND", "linear_weight": "VD", "linear_bias": "V", "weight": "V", "logits": "NV", "target": "N"},
+    **{"teacher_input": "NE", "teacher_weight": "VE", "teacher_bias": "V", "teacher_probs": "NV", "valid": "N"},
+    **dict.fromkeys(
+        ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"
+    ),
+    **dict.fromkeys((*Cotangents._fields, "target_weight"), "N"),
+    "main_grad": "VD",
+}
+BY_CLASS = ("target", "target_weight", "grad_target_logit")  # (N, K) if a head's target names K classes of a token
 
 
 def outputs(call: Any) -> Any:
@@ -45,3 +57,38 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
             size = shape(call)
         found.append(like.new_empty(size, dtype=dtype or accumulate))
     return tuple(found)
+
+
+@functools.cache
+def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # place, name, axes, most dimensions
+    """The tensors of an operator that are checked. Its operands come first, so that others are compared with them."""
+    names = [name for name, place in arguments.index.items() if name in AXES and place in arguments.tensor_places]
+    if "group" in arguments.index and "weight" in names:
+        names.remove("weight")  # the class weights of all ranks
+    names.sort(key=lambda name: not arguments.arguments[arguments.index[name]].path.startswith("operands."))
+    more = BY_CLASS if "input" in names else ()
+    return [(arguments.index[name], name, AXES[name], len(AXES[name]) + (name in more)) for name in names]
+
+
+def check_shapes(call: Any) -> None:
+    values, device = call.values(), call.operands[0].device
+    sizes: dict[str, int] = {}
+    for place, name, axes, most in checked(call.__class__):
+        tensor = values[place]
+        if tensor is None:
+            continue
+        shape = tensor.shape
+        fits = len(axes) <= len(shape) <= most
+        for axis, size in zip(axes, shape):
+            fits &= sizes.setdefault(axis, size) == size
+        if not fits:
+            known = ", ".join(f"{axis} = {sizes[axis]}" for axis in axes if axis in sizes)
+            raise ValueError(f"{call.op}: expected {name} of shape ({', '.join(axes)}), {known}, got {tuple(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{call.op}: expected {name} on {device}, got {tensor.device}")
+    for place, tensor in enumerate(vars(call).get("tensors", ())):
+        if tensor.device != device or (tensor.dim() and tensor.shape[0] != sizes["N"]):
+            raise ValueError(
+                f"{call.op}: expected tensors[{place}] on {device} with {sizes['N']} rows or as a 0-d tensor, got "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )

@@ -15,13 +15,7 @@ from ..math.options import LogitOptions
 from ..math.shards import shard_rows
 from ..meta.arguments import Backward, WithGrad
 from ..objectives.cross_entropy import LossOptions
-from ..support.torch_private import (
-    comes_from_outside_a_traced_graph,
-    functorch_is_active,
-    root_of,
-    saved_tensor_hooks_are_active,
-    tracing_a_checkpointed_region,
-)
+from ..support import torch_private
 
 
 class CallFacts(NamedTuple):
@@ -88,11 +82,11 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
     """The facts of a scalar loss of these logits. `logits` may be a view that covers another tensor completely."""
-    root = root_of(logits)
+    root = torch_private.root_of(logits)
     whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel()
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
     # if the gradient is retained, it would be retained on the tensor that overwrites the logits
-    leaf = root.is_leaf or root.retains_grad or comes_from_outside_a_traced_graph(root)
+    leaf = root.is_leaf or root.retains_grad or torch_private.comes_from_outside_a_traced_graph(root)
     known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
     return CallFacts(logits.device.type, logits.dtype, **known)
 
@@ -101,9 +95,9 @@ def around(*leaves: Tensor | None) -> dict[str, Any]:
     """The surroundings of a loss: whether gradients of these tensors are wanted, and how they will be requested."""
     return {
         "wants_gradient": any(map(needs_gradient, leaves)),
-        "functorch": functorch_is_active(),
-        "saved_tensor_hooks": saved_tensor_hooks_are_active(),
-        "checkpoint": tracing_a_checkpointed_region(),
+        "functorch": torch_private.functorch_is_active(),
+        "saved_tensor_hooks": torch_private.saved_tensor_hooks_are_active(),
+        "checkpoint": torch_private.tracing_a_checkpointed_region(),
     }
 
 

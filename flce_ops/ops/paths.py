@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..meta import saved_columns
+from ..math.options import saved_columns
 from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
 from ..support.path import Choice

@@ -46,10 +46,7 @@ def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[s
 def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
     """The numbers of rows by the names of their cotangents."""
     target, weight = call.operands.target, call.operands.weight
-    if "logits" in operands:
-        rows, num_classes = operands["logits"], call.operands.num_classes
-    else:
-        rows, num_classes = operands["input"], call.operands.num_classes
+    rows, num_classes = operands["logits" if "logits" in operands else "input"], call.operands.num_classes
     dtype = accumulation_dtype(rows.dtype)
     valid, hit, column = target_columns(target, call.ignore_index, vars(call).get("vocab_start", 0), num_classes)
     nbytes = rows.shape[0] * num_classes * dtype.itemsize
@@ -68,13 +65,12 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
     log_sum = (z - shift[:, None]).logsumexp(1)
     lse = shift + log_sum
     log_p = ((z - shift[:, None]) - log_sum[:, None]).clamp(min=torch.finfo(dtype).min)
-    found = {
+    return {
         "grad_target_logit": torch.where(hit, z.gather(1, column).view_as(target), 0.0),
         "grad_lse": torch.where(valid, lse, 0.0),
         "grad_logit_sum": torch.where(valid, z.sum(1) if weight is None else z @ weight.to(dtype), 0.0),
         "grad_expected_log_prob": torch.where(valid, (log_p.exp() * log_p).sum(1), 0.0),
     }
-    return found
 
 
 def capped(u: Tensor, softcap: Tensor | None, logit_scale: Tensor | None) -> Tensor:

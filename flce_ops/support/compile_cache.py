@@ -12,7 +12,6 @@ the key is computed. Graphs that contain none of these operators keep their keys
 """
 
 import functools
-import glob
 import hashlib
 import types
 import uuid
@@ -29,10 +28,9 @@ from .workspace import get_retained
 @functools.cache
 def code_key() -> str:
     """The version, and a digest of the sources, which distinguishes checkouts of one version."""
-    package, digest = str(Path(__file__).parents[1]), hashlib.blake2b(digest_size=16)
-    for name in sorted(glob.glob("**/*.py", root_dir=package, recursive=True)):
-        with open(f"{package}/{name}", "rb") as file:
-            digest.update(f"{name}\0".encode() + file.read() + b"\0")
+    package, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=16)
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
     return f"{__version__}+{digest.hexdigest()}"
 
 

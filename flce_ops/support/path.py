@@ -42,10 +42,6 @@ class Choice(NamedTuple):
     path: table.Path | None = None  # the chosen row of the table
     facts: Any = None  # device, dtype and the other facts that conditions read
 
-    @property
-    def implementation(self) -> str:
-        return "" if self.path is None else self.path.name
-
     def reason(self) -> str:
         """The device and dtype of the tensors, and which conditions rule out the earlier paths of the table."""
         if self.path is None:
@@ -84,5 +80,5 @@ def last_path() -> Path | None:
     if isinstance(last, tuple):
         choice, rows_per_chunk, chunks, notes = last
         reason = ", ".join((choice.reason(), *notes))
-        _last = last = Path(choice.op, choice.implementation, reason, rows_per_chunk, chunks)
+        _last = last = Path(choice.op, choice.path.name if choice.path else "", reason, rows_per_chunk, chunks)
     return last

@@ -10,7 +10,7 @@ from reference_loss import dense_logits, error, rows_apart
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
+from flce_ops.math.sparse_gradient import SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.gemm.tma import matrix_of
 from flce_ops.triton.rows.finish_rows import FinishedRows
@@ -81,7 +81,7 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     launch_lists(SparseRows(*of_rows, num_classes, threshold, seed), finished, column, lists)
     count = len(order)
     expected = exponentials[:count] * factor[:count, None]
-    keep_entries(expected, row_sum[:count] * factor[:count], sparse, Draws(order))
+    keep_entries(expected, row_sum[:count] * factor[:count], sparse, order)
     expected[:, 7] += residual[:count]
     found = dense_lists(lists, num_classes)
     assert not found[count:].any()

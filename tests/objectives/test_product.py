@@ -27,13 +27,13 @@ from reference_divergence import KINDS, from_definition
 from reference_loss import dense_logits, error
 from reference_policy import token_losses
 from sharded_inputs import full
+from test_refusals import FEATURES
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flce_ops
 from flce_ops.entry import metrics, schemas
-from flce_ops.entry.refusals import FEATURES
 from flce_ops.math.sparse_gradient import MODES, SparseGradient
 
 

@@ -4,13 +4,25 @@ import pytest
 import torch
 
 import flce_ops
-from flce_ops.entry.refusals import FEATURES, REFUSED
+from flce_ops.entry.refusals import GIVEN, REFUSED
 
 # rows for several processes are tested in test_kl_div_distributed.py, test_sparse_distributed.py and others
 ROWS = [(feature, *others) for feature, rows in REFUSED.items() for others in rows]
 OF_RANKS = {"DTensors", "sharded vocabulary", "recomputing shards", "recomputing always"}
 HERE = [row for row in ROWS if not OF_RANKS & set(row)]
 N, D, V = 6, 8, 12
+# those that features_of finds, and that of the layout
+FEATURES = (
+    *GIVEN,
+    "DTensors",
+    "torch.func",
+    "positions",
+    "class probabilities",
+    "metrics",
+    "argmax",
+    "sparse gradient",
+)
+FEATURES += ("sparse gradient", "learnt scale", "batch_invariant", "a CPU", "sharded vocabulary")
 
 
 def test_every_feature_of_a_row_is_known():

@@ -194,7 +194,7 @@ def test_refusals_name_the_argument(device):
     positions = torch.randn(V, 2, D, device=device)
     for exception, words, changes in (
         (ValueError, r"several classes a token need target_weight", {"target_weight": None}),
-        (ValueError, r"target_weight of target's shape \(13, 5\)", {"target_weight": call["target_weight"][:, :4]}),
+        (ValueError, r"target_weight of shape \(13, 5\)", {"target_weight": call["target_weight"][:, :4]}),
         (ValueError, r"target of shape \(13,\) \+ \(K,\)", {"target": call["target"][:, 0]}),
         (ValueError, r"at least one", {n: call[n][:, :0] for n in ("target", "target_weight")}),
         (TypeError, "target_weight in a floating dtype", {"target_weight": call["target"]}),

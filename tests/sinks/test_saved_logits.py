@@ -13,7 +13,7 @@ from test_memory import MiB, peak_of, results
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.meta import saved_columns
+from flce_ops.math.options import saved_columns
 from flce_ops.support.workspace import get_retained
 
 flce = torch.ops.flce

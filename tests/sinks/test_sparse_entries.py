@@ -6,7 +6,7 @@ import torch
 from test_sparse_gradient import seed_of
 
 from flce_ops.math import sparse_gradient
-from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries, room_of_row
+from flce_ops.math.sparse_gradient import SparseGradient, keep_entries, room_of_row
 
 
 def probabilities(n=1, num_classes=2500):
@@ -25,7 +25,7 @@ def kept(g, mode="unbiased", seed=1, tokens=None, threshold=2.0**-7, slope=1.0):
         out,
         torch.full((g.shape[0],), slope, dtype=g.dtype),
         SparseGradient(threshold, mode, seed_of(seed)),
-        Draws(tokens),
+        tokens,
     )
     return out
 

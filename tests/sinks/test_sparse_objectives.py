@@ -10,7 +10,7 @@ from reference_policy import token_losses
 from test_sparse_gradient import sparse
 
 import flce_ops
-from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
+from flce_ops.math.sparse_gradient import SparseGradient, keep_entries
 
 SHAPE = (23, 9, 4500)  # three tiles of classes, the last one partial
 N, K = SHAPE[0], 3
@@ -154,7 +154,7 @@ def expected_gradients(case, inputs, chosen):
     (exact,) = torch.autograd.grad(case.dense(z, inputs), u)
     kept = exact.clone()
     slope = case.slope(z.detach(), inputs) * logits.get("logit_scale", 1.0)
-    keep_entries(kept, slope, SparseGradient(**chosen), Draws(torch.arange(N)))
+    keep_entries(kept, slope, SparseGradient(**chosen), torch.arange(N))
     changed = (kept != exact).double().mean()
     assert 0.01 < changed < 0.999, changed
     of_input, of_weight = SparseGradient(**chosen).products([True, True])

@@ -13,7 +13,7 @@ import torch
 
 import flce_ops
 from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss, VocabParallel
-from flce_ops.functional import names
+from flce_ops.entry import hints as names
 from flce_ops.support.target_range import assert_in_range
 
 N, D, V = 6, 4, 9

@@ -177,12 +177,12 @@ def test_compiled_they_are_the_same(name, share):
 def as_on_a_gpu(monkeypatch):
     """Rows of ignored tokens are read as zeros, as on a GPU, where finding them would need a host synchronisation."""
 
-    def on_all_tokens(body, call, results, fills, *direction):
+    def on_all_tokens(body, call, results, fills):
         valid = valid_tokens.counted(call)
         if valid is None:
-            body(call, results, *direction)
+            body(call, results)
         else:
-            valid_tokens.with_zeroed_rows(body, call, results, fills, ~valid, *direction)
+            valid_tokens.with_zeroed_rows(body, call, results, fills, ~valid)
 
     monkeypatch.setattr(valid_tokens, "on_valid_tokens", on_all_tokens)
 
