@@ -48,7 +48,6 @@ def launch_logits(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,
-    before_softcap: bool = False,
     tiles: Tiles | None = None,
     matrices: list | None = None,
 ) -> list:
@@ -63,7 +62,6 @@ def launch_logits(
         valid_tokens,
         out=out,
         guard=guard,
-        before_softcap=before_softcap,
         tiles=tiles,
         matrices=matrices,
         products=products,
