@@ -18,8 +18,10 @@ from .functional import (
     linear_kl_div,
     linear_log_probs,
     linear_policy_loss,
+    linear_token_loss,
 )
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
+from .objectives.token_losses import token_loss
 from .support.path import Path, last_path
 from .support.workspace import get_workspace, set_workspace, workspace
 from .version import __version__
@@ -47,7 +49,9 @@ __all__ = [
     "linear_kl_div",
     "linear_log_probs",
     "linear_policy_loss",
+    "linear_token_loss",
     "set_workspace",
+    "token_loss",
     "workspace",
 ]
 

@@ -154,7 +154,7 @@ def poisoned_memory(request, monkeypatch):
     which takes a tenth of their time.
     """
     quick = request.config.getoption("quick")
-    if not quick and not torch.cuda.is_available() and interpreter.is_installed():
+    if not quick and not torch.cuda.is_available():
         interpreter.check_addresses(monkeypatch)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory

@@ -57,3 +57,10 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess:
         status = int(server().stdout.readline())
         out, err = ((Path(folder) / descriptor).read_text() for descriptor in "12")
     return subprocess.CompletedProcess(script, status, out, err)
+
+
+def run_fresh(script: str, *arguments: str) -> str:
+    """What a script prints that ends without an error."""
+    done = run_script(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -101,6 +101,8 @@ def let_tensor_maps_add(monkeypatch) -> None:
 
 def check_addresses(monkeypatch) -> None:
     """Fails where a kernel reads or writes memory beside its arguments, as compute-sanitizer would on a GPU."""
+    if not is_installed():
+        return
     import numpy
     from triton.runtime import interpreter
 

@@ -60,11 +60,14 @@ def plain_loss(input, linear_weight, target, linear_bias=None, **options) -> Ten
     F.cross_entropy on bf16 logits also rounds the loss. Converting to float32 first is more accurate, so it is the
     harder one to match.
     """
-    softcap, logit_scale = options.pop("softcap", None), options.pop("logit_scale", 1.0)
+    scores = {name: options.pop(name) for name in ("softcap", "logit_scale") if name in options}
+    return loss_of_logits(dense_logits(input, linear_weight, linear_bias, **scores), target, **options)
+
+
+def loss_of_logits(logits, target, **options) -> Tensor:
     z_loss, token_weight = options.pop("z_loss", 0.0), options.pop("token_weight", None)
     normalizer, reduction = options.pop("normalizer", None), options.pop("reduction", "mean")
     weight, ignore_index = options.pop("weight", None), options.get("ignore_index", -100)
-    logits = dense_logits(input, linear_weight, linear_bias, softcap=softcap, logit_scale=logit_scale)
     logits = logits.double() if logits.dtype == torch.float64 else logits.float()
     weight = None if weight is None else weight.to(logits.dtype)
     flat, target = logits.reshape(-1, logits.shape[-1]), target.long()
@@ -73,7 +76,7 @@ def plain_loss(input, linear_weight, target, linear_bias=None, **options) -> Ten
     if z_loss:
         losses = losses + torch.where(valid, z_loss * torch.logsumexp(logits, -1).square(), 0.0)
     if token_weight is not None:
-        losses = losses * token_weight
+        losses = torch.where(valid, losses * token_weight, 0.0)
     if reduction == "none":
         return losses
     if normalizer is not None:

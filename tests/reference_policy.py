@@ -7,6 +7,8 @@ from inputs import make_inputs
 from reference_loss import dense_logits
 from torch import Tensor
 
+from flce_ops.objectives.policy import PolicyNumbers, PolicyTokens, policy_of
+
 
 def token_losses(
     log_probs: Tensor,  # (...), and so are the others
@@ -76,6 +78,13 @@ def plain_policy_loss(
     if normalizer is not None:
         return losses.sum() / normalizer, log_probs
     return losses.sum() / valid.sum() if reduction == "mean" else losses.sum(), log_probs
+
+
+def function_of_policy(call, **options) -> tuple[str, list[Tensor]]:
+    """The name and the tensors of the token function that linear_policy_loss calls."""
+    tokens = PolicyTokens(*(call.get(name) for name in PolicyTokens._fields))
+    function, tensors = policy_of("linear_policy_loss", PolicyNumbers(**options), tokens, call["input"])
+    return function.name, list(tensors)
 
 
 LOG_RATIOS = (-0.7, -0.1, 0.1, 0.6, 1.6)  # further from log 0.8, log 1.28 and log 3 than the error of half logits

@@ -48,7 +48,6 @@ BIASES = ("logits_bias", "lm_head.bias", "decoder.bias", "projector.bias", "pred
 MODELS = {
     "Llama": ("LlamaForCausalLM", {}),
     "Llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
-    "Qwen2": ("Qwen2ForCausalLM", {}),
     "Qwen3": ("Qwen3ForCausalLM", HEAD_DIM),
     "Mistral": ("MistralForCausalLM", HEAD_DIM),
     "Gemma2": ("Gemma2ForCausalLM", {**HEAD_DIM, "final_logit_softcapping": 3.0}),
@@ -64,7 +63,6 @@ MODELS = {
         "GPT2LMHeadModel",
         {"n_embd": 24, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
-    "OLMo2": ("Olmo2ForCausalLM", {}),
     "HyperCLOVA, scaled in the line of the head": ("HyperCLOVAXForCausalLM", {"logits_scaling": 0.5}),
     "Mixtral, router loss": (
         "MixtralForCausalLM",
@@ -118,7 +116,6 @@ MODELS = {
     # masked language models with heads that end in a linear layer
     "BERT, transform, causal": ("BertLMHeadModel", {"is_decoder": True, **NO_DROPOUT}),
     "BERT, transform": ("BertForMaskedLM", NO_DROPOUT),
-    "RoBERTa, transform": ("RobertaForMaskedLM", NO_DROPOUT),
     "ALBERT, transform to fewer features": ("AlbertForMaskedLM", {"embedding_size": 16, **NO_DROPOUT}),
     "ESM, transform and bias": ("EsmForMaskedLM", {**NO_DROPOUT, "mask_token_id": 3}),
     "ELECTRA, scores named twice": ("ElectraForMaskedLM", {"embedding_size": 24, **NO_DROPOUT}),
@@ -149,21 +146,6 @@ MODELS = {
                 **{"model_type": "qwen2_audio_encoder", "d_model": 16, "num_mel_bins": 8},
                 **{"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
             },
-        },
-    ),
-    "Granite Speech, tokens of a mask": (
-        "GraniteSpeechForConditionalGeneration",
-        {
-            "text_config": {**SIZES, "model_type": "granite"},
-            "encoder_config": {
-                **{"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "input_dim": 8},
-                **{"dim_head": 8, "output_dim": 8, "context_size": 8},
-            },
-            "projector_config": {
-                **{"model_type": "blip_2_qformer", "hidden_size": 16, "num_hidden_layers": 1},
-                **{"num_attention_heads": 2, "intermediate_size": 16, "encoder_hidden_size": 16},
-            },
-            "has_lora_adapter": False,
         },
     ),
     "Llama 4 with images, a model in a model": (

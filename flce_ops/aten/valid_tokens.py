@@ -25,6 +25,7 @@ from .. import meta
 from ..math.topk import tokens_that_count
 from ..meta.call import ZERO, Arguments, AtIgnored, takes
 from ..meta.outputs import AXES, BY_CLASS
+from ..objectives.token_objective import zero_where
 from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
@@ -65,10 +66,10 @@ def tokens_of(input: Tensor) -> int:
     return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
 
 
-def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N,)
+def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N, ...)
     """The values, with 0 at ignored rows, unless the body got only valid rows."""
     ignored = input.ignored if isinstance(input, RowsByChunk) else None
-    return values if ignored is None else values.masked_fill(ignored, 0)
+    return values if ignored is None else zero_where(ignored, values)
 
 
 Body = Callable[..., None]  # takes a call and the results to fill in
@@ -139,6 +140,8 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
     first = {id(r): r.narrow(fill.dim, 0, len(indices)) for r, fill in by_token}
 
     def of_valid(name: str, value: Any) -> Any:
+        if name == "tensors":  # of a token function, (N, ...) or ()
+            return [tensor.index_select(0, indices) if tensor.dim() else tensor for tensor in value]
         if name == "valid" or not isinstance(value, Tensor):
             return None if name == "valid" else value
         if name in MATRICES:

@@ -12,20 +12,15 @@ import torch
 from torch import Tensor
 
 from ..math import shards
-from ..math.options import Statistics, TokenStatistics, changed
+from ..math.options import Statistics, TokenStatistics
 from ..math.reduction import Reduction
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
-from ..meta.arguments import (
-    LogitsWithGrad,
-    LogitsWithGradInPlace,
-    PolicyWithGrad,
-    RowLossWithGrad,
-    VocabParallelWithGrad,
-    WithGrad,
-)
+from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, TokenLossWithGrad, VocabParallelWithGrad, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
+from ..objectives.token_losses import token_loss_named
+from ..objectives.token_objective import FunctionObjective
 from .chunks import WHOLE_CHUNK, copied_rows
 from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
 from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
@@ -64,14 +59,15 @@ def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor
     loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
 
 
-@kernel_of(PolicyWithGrad, checks_target=True)
-def policy_with_grad(call: RowLossWithGrad, outputs: Sequence[Tensor]) -> None:
+@kernel_of(TokenLossWithGrad, checks_target=True)
+def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, log_probs, of_scale = outputs
     input, target = call.operands.input, call.operands.target
     of_head = products_and_gradients(call, (*grads, of_scale))
-    tokens = changed(call.tokens, lambda values: zero_where_ignored(input, values).to(losses.dtype))
-    valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
-    objective = call.objective(call.options, tokens)
+    tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
+    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
+    counts = target != call.ignore_index if target.dim() == 2 else None
+    objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
     loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
 
@@ -181,7 +177,7 @@ def loss_and_gradients(
     losses: Tensor,  # (N,) out, as are the statistics and log_probs
     *,
     statistics: TokenStatistics = NOTHING,
-    log_probs: Tensor | None = None,
+    log_probs: Tensor | None = None,  # (N,) or (N, K), of a token function
     shared: SharedRows | None = None,
 ) -> Tensor:  # ()
     reduction = Reduction(call.row_scale) if shared else call.reduction
@@ -208,11 +204,14 @@ def loss_and_gradients(
                 rows, numbers, lse, lse_rest, target_logit
             )
         own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
-        distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
+        # ignored rows may have inf
+        distance = torch.where(beside_topk(own_valid, distance), distance, own.surprisal_at_ignored)
+        if log_probs is not None:
+            counts = own_valid if own.weight is None else own.weight
+            log_probs[rows] = torch.where(counts, -distance, 0.0)
+            lse = torch.where(own_valid, lse, 0.0)
         found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
         own_losses.copy_(found)
-        if log_probs is not None:
-            log_probs[rows] = -distance
         cotangents = own.cotangents(slopes, own_scale)
         factor = cotangents.grad_lse / numbers.row_sum if shared is None else cotangents.grad_lse * normalizer
         logits.mul_(factor[:, None])

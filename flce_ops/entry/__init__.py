@@ -8,7 +8,8 @@ loss.py                how a loss is computed, for every objective, for plain te
 
 cross_entropy.py       a head
 logits.py              given logits
-log_probs.py           log-probabilities and other results of a row; objectives with their own operators: policy losses
+log_probs.py           log-probabilities and other results of a row
+token_loss.py          functions of one token, and policy losses, which are such functions
 kl_div.py              divergences from a teacher; targets that are class probabilities
 positions.py           K-dimensional losses: a head for each position
 
@@ -28,12 +29,11 @@ import torch
 from .. import ops as inner_operators  # noqa: F401, registers them
 from .._ops import ops
 from ..meta.call import Arguments
-from ..objectives.row import RowObjective
 from ..ops.autocast import autocast_kernel
 from ..ops.registration import library
 from ..support.holes import refuse_hole
 from ..support.running import running
-from . import cross_entropy, kl_div, log_probs, logits, schemas
+from . import cross_entropy, kl_div, log_probs, logits, schemas, token_loss
 
 METRICS = "(Tensor loss, Tensor token_accuracy, Tensor argmax)"  # of given logits
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
@@ -51,10 +51,8 @@ ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
         log_probs.composite,
     ),
     "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
-    **{
-        name: (schemas.schema_of(objective), "(Tensor loss, Tensor log_probs)", log_probs.composite_loss)
-        for name, objective in RowObjective.named.items()
-    },
+    "linear_token_loss": (schemas.TokenLoss, "(Tensor loss, Tensor log_probs)", token_loss.composite),
+    "linear_policy_loss": (schemas.PolicyLoss, "(Tensor loss, Tensor log_probs)", token_loss.composite_policy),
     "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),
     "cross_entropy_metrics": (schemas.LogitsCrossEntropy, METRICS, partial(logits.metrics, handed_over=False)),
     "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", partial(logits.composite, handed_over=True)),

@@ -5,7 +5,7 @@ implemented.
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,19 +15,16 @@ from ..math.kl_div_arguments import TEACHER, KlDivOperands
 from ..math.options import Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
-from ..objectives import class_probabilities, cross_entropy
-from ..objectives.row import RowObjective
+from ..objectives import class_probabilities, cross_entropy, policy, token_function
 from ..support.holes import refuse_hole
 from ..support.symbolic import SYMBOLIC, known_only_when_it_runs, same_shape
 from ..support.torch_private import check_value
 from .hints import hint_of_target
 from .refusals import wants_gradient
-from .schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, RowLoss
+from .schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
 
 OP = "linear_cross_entropy"
-RANGES = options.RANGES | cross_entropy.RANGES
-for _objective in RowObjective.named.values():
-    RANGES |= _objective.ranges
+RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
 ReductionName = Literal["none", "mean", "sum"]
 REDUCTIONS = get_args(ReductionName)
 CHOOSES = ("label_smoothing",)  # numbers whose value chooses a formula
@@ -72,13 +69,30 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
 
-def check_row_loss(op: str, call: RowLoss) -> None:
-    first = call.tokens[0] if call.tokens else None
-    if call.target.is_floating_point() and first is not None and first.dtype in checks.TARGET_DTYPES:
-        name = call.tokens._fields[0]
+def check_token_loss(op: str, call: TokenLoss, function: token_function.TokenLoss) -> None:
+    check_head(op, call)
+    tokens = call.input.shape[:-1]
+    for place, tensor in enumerate(call.tensors):
+        name = function.name_of_tensor(place)
+        named: Any = {name: tensor}
+        checks.check_dense(op, **named)
+        checks.check_constants(op, **named)
+        checks.check_device(op, call.input, **named)
+        checks.check_real(op, **named)
+        if tensor.dim() and not same_shape(tensor.shape[: len(tokens)], tokens):
+            raise ValueError(
+                f"{op}: expected {name} of shape {tuple(tokens)}, with dimensions of a token after these, or a 0-d "
+                f"tensor, got {tuple(tensor.shape)}; one number a sequence is {name}[:, None].expand_as(target)"
+            )
+    check_reduced(op, call, call.input, token_weight=call.token_weight)
+
+
+def check_policy_loss(op: str, call: PolicyLoss) -> None:
+    advantages = call.tokens.advantages
+    if call.target.is_floating_point() and advantages.dtype in checks.TARGET_DTYPES:
         raise TypeError(
-            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and {name} in "
-            f"{first.dtype}; are the two swapped?"
+            f"{op}: expected target of class indices in int64 or int32, got {call.target.dtype}, and advantages in "
+            f"{advantages.dtype}; are the two swapped?"
         )
     check_head(op, call)
     constants = call.tokens._asdict()
@@ -146,7 +160,7 @@ def check_teacher(op: str, operands: KlDivOperands) -> None:
 
 def check_reduced(
     op: str,
-    call: CrossEntropy | LogitsCrossEntropy | RowLoss | KlDiv,
+    call: CrossEntropy | LogitsCrossEntropy | TokenLoss | PolicyLoss | KlDiv,
     rows: Tensor,  # (..., D) or (..., V)
     *,
     of: str = "input",
@@ -178,7 +192,7 @@ def check_shape(op: str, name: str, tensor: Tensor | None, shape: Sequence[int],
         raise ValueError(f"{op}: expected {name} of shape {tuple(shape)}, {what} {tuple(tensor.shape)}{hint}")
 
 
-def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
+def check_head(op: str, call: CrossEntropy | LogProbs | TokenLoss | PolicyLoss) -> None:
     """Checks the arguments that make logits, and the targets."""
     input, linear_weight, target, linear_bias = call.input, call.linear_weight, call.target, call.linear_bias
     checks.check_dense(op, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
@@ -190,7 +204,7 @@ def check_head(op: str, call: CrossEntropy | LogProbs | RowLoss) -> None:
     elif isinstance(call, CrossEntropy):
         check_class_indices(op, target, input, linear_weight, topk=call.target_weight is not None)
     else:
-        topk = isinstance(call, LogProbs) and target.dim() == input.dim()
+        topk = isinstance(call, LogProbs | TokenLoss) and target.dim() == input.dim()
         check_class_indices(op, target, input, linear_weight, topk=topk)
     checks.check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     check_ranges(op, **call.numbers._asdict())

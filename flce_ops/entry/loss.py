@@ -50,12 +50,12 @@ from ..ops.autocast import autocast_call, has_autocast
 from ..ops.call_facts import needs_gradient
 from ..support.torch_private import differentiated
 from .refusals import features_of, refuse
-from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, RowLoss
+from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
 
 # N tokens, V vocabulary
 
 NONE_ASKED = Statistics()
-Call = CrossEntropy | LogitsCrossEntropy | RowLoss
+Call = CrossEntropy | LogitsCrossEntropy | TokenLoss | PolicyLoss
 Found = tuple[Tensor | None, ...]  # (N,) each, the other requested results
 # Returns losses (N,), 0 for ignored tokens.
 FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]
@@ -72,7 +72,9 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
     if "DTensors" in features:
         from ..distributed.layout import layout_of_arguments  # only users of DTensors import torch.distributed.tensor
 
-        layout = layout_of_arguments(op, dict(zip(call.index, call.values())))
+        named = dict(zip(call.index, call.values()))
+        named |= {f"tensors[{place}]": tensor for place, tensor in enumerate(named.pop("tensors", ()))}
+        layout = layout_of_arguments(op, named)
         if layout.splits_vocabulary:
             refuse(op, call, features | {"sharded vocabulary"})
     device_type = getattr(call, call.fields[0][0]).device.type
@@ -151,7 +153,7 @@ def loss_of_tokens(
                 loss = (factor * losses).sum() if wants_gradient else None
             if token_weight is not None and not any(problem.statistics):
                 left_out = factor.detach() == 0.0  # the others were computed if token_weight gets a gradient
-                found = tuple(None if of_rows is None else of_rows.masked_fill(left_out, 0.0) for of_rows in found)
+                found = tuple(r if r is None else r.masked_fill(beside_topk(left_out, r), 0.0) for r in found)
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
     return loss, tuple(None if of_rows is None else layout.result(of_rows) for of_rows in found)

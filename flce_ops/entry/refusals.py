@@ -34,7 +34,7 @@ def features_of(call: Any) -> set[str]:
     """
     values = vars(call)
     found = {name for name in GIVEN if values.get(name) is not None}
-    if any_dtensor(*values.values(), *values.get("tokens", ())):
+    if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
         found.add("DTensors")
     if functorch_is_active():
         found.add("torch.func")

@@ -1,14 +1,12 @@
 """The arguments of the entry operators. They are those of the public functions, with each number as a Scalar."""
 
-import types
-
 from torch import Tensor
 
 from ..math.options import LogitNumbers, OptionalScalar, Scalar, Statistics
 from ..math.sparse_gradient import SparseGradient
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossNumbers
-from ..objectives.row import Nothing, RowObjective
+from ..objectives.policy import PolicyNumbers, PolicyTokens
 
 # N tokens, K classes of a target, D hidden size (E of a teacher), V vocabulary
 
@@ -70,15 +68,13 @@ class LogProbs(Arguments, keyword_from="ignore_index"):
     learnt_scale: Tensor | None = None  # ()
 
 
-class RowLoss(Arguments, keyword_from="own"):
-    """The arguments of an objective with its own operators."""
-
+class TokenLoss(Arguments, keyword_from="reduction"):
     input: Tensor  # (..., D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (...)
-    tokens: Nothing
+    target: Tensor  # (...), or (..., K)
+    function: str  # its name
+    tensors: list[Tensor]  # (...), (..., numbers of a token) or () each
     linear_bias: Tensor | None = None  # (V,)
-    own: Nothing  # the objective's numbers
     reduction: str = "mean"
     ignore_index: int = -100
     numbers: LogitNumbers
@@ -89,10 +85,21 @@ class RowLoss(Arguments, keyword_from="own"):
     learnt_scale: Tensor | None = None  # ()
 
 
-def schema_of(objective: type[RowObjective]) -> type[RowLoss]:
-    members = {"__annotations__": {"tokens": objective.tokens_of, "own": objective.numbers}, "objective": objective}
-    options = {"keyword_from": "own"}
-    return types.new_class(objective.__name__, (RowLoss,), options, lambda body: body.update(members))
+class PolicyLoss(Arguments, keyword_from="own"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...)
+    tokens: PolicyTokens
+    linear_bias: Tensor | None = None  # (V,)
+    own: PolicyNumbers
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LogitNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+    sparse: SparseGradient
+    batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # ()
 
 
 class KlDiv(Arguments, keyword_from="teacher_probs"):

@@ -7,6 +7,7 @@ loss.py         linear_cross_entropy
 log_probs.py    linear_log_probs
 kl_div.py       linear_kl_div
 policy.py       linear_policy_loss
+token_loss.py   linear_token_loss
 logits.py       cross_entropy of given logits
 public.py       makes a public function from its signature: checks types by name, and calls its operator
 """
@@ -19,3 +20,4 @@ from .loss import LinearCrossEntropyMetrics as LinearCrossEntropyMetrics
 from .loss import linear_cross_entropy as linear_cross_entropy
 from .policy import LinearPolicyResult as LinearPolicyResult
 from .policy import linear_policy_loss as linear_policy_loss
+from .token_loss import linear_token_loss as linear_token_loss

@@ -9,6 +9,7 @@ checks what annotations cannot say. Annotations that are not in KINDS are not ch
 """
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from ..entry.arguments import resolve_ignore_index
 from ..entry.hints import hint_of_type, refuse_class_weight, refuse_name
 from ..entry.learnt_scale import with_learnt_scale
 from ..entry.shifted_target import shifted_target
-from ..math.options import normalizer_tensor
+from ..math.options import number_tensor
 from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
 
@@ -131,17 +132,21 @@ def public(body: Callable[[dict[str, Any]], Any], *, only_for: tuple[str, ...] =
         check, code = typed(signature).check, signature.__code__  # type: ignore[attr-defined]
         positional, defaults = code.co_varnames[: code.co_argcount], signature.__defaults__ or ()
         required = positional[: len(positional) - len(defaults)]
+        takes_more = bool(code.co_flags & inspect.CO_VARARGS)
 
         @functools.wraps(signature)
         def run(*args, **kwargs):
             check(args, kwargs)
             given = {**dict(zip(positional, args)), **kwargs}
-            fits = len(given) == len(args) + len(kwargs)
+            rest = args[len(positional) :] if takes_more else ()
+            fits = len(given) + len(rest) == len(args) + len(kwargs)
             for name in required:
                 fits &= name in given
             if not fits:
                 refuse_class_weight(signature.__name__, given)
                 signature(*args, **kwargs)  # raises Python's own error
+            if takes_more:
+                given["tensors"] = rest
             needed = not only_for
             for name in only_for:
                 needed |= name in given
@@ -163,7 +168,7 @@ def call_entry(name: str, given: dict[str, Any], *, metrics: str = "", asked: di
     if target is not None and target.dtype == torch.uint8:  # beside which torch compares -100 as 156
         given["target"] = target = target.long()
     if given.get("normalizer") is not None:
-        given["normalizer"] = normalizer_tensor(name, given["normalizer"], rows)
+        given["normalizer"] = number_tensor(name, "normalizer", given["normalizer"], rows)
     if given.pop("shift", False):
         given["target"] = target = shifted_target(name, target, rows, given.get("ignore_index", -100))
     if given.get("ignore_index", -100) != -100:

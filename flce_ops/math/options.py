@@ -205,18 +205,18 @@ def scalar_unless(neutral: float, value: Number | None, like: Tensor, name: str)
     return scalar(value, like, name)
 
 
-def normalizer_tensor(op: str, normalizer: Tensor | Number | None, like: Tensor) -> Tensor | None:  # ()
+def number_tensor(op: str, name: str, number: Tensor | Number, like: Tensor, *, may_be_inf: bool = False) -> Tensor:
     """A number becomes the tensor that the entry operators take. Dynamo traces this function. In the trace a SymFloat,
     too, counts as a float.
     """
-    if normalizer is None or isinstance(normalizer, Tensor):
-        return normalizer
+    if isinstance(number, Tensor):
+        return number
     dtype = accumulation_dtype(like.dtype)
-    if not finite_in(dtype, normalizer):
-        raise ValueError(f"{op}: expected normalizer in the range of {dtype}, got {normalizer}")
+    if not finite_in(dtype, number) and not (may_be_inf and abs(number) == inf):
+        raise ValueError(f"{op}: expected {name} in the range of {dtype}, got {number}")
     if not torch.compiler.is_compiling():
-        return scalar(normalizer, like, "normalizer", op)
-    return scalar(1.0, like) * normalizer
+        return scalar(number, like, name, op)
+    return scalar(1.0, like) * number
 
 
 def logit_options(

@@ -1,6 +1,5 @@
 """The arguments and results of each inner operator, declared once, as the fields of a class (call.py)."""
 
-import types
 from operator import attrgetter
 from typing import Annotated, NamedTuple
 
@@ -12,7 +11,6 @@ from ..math.options import Cotangents, LogitOperands, LogitOptions, Operands, St
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
 from ..objectives.cross_entropy import LossOptions
-from ..objectives.row import Nothing, RowObjective
 from .call import ZERO_COLUMN, Arguments, Result, class_index, gradients, scalar, token, topk
 
 SymInt = Annotated[int, "SymInt"]
@@ -236,10 +234,10 @@ class KlDivWithGrad(KlDiv, keyword_from="options"):
     scale_gradient: bool = False
 
 
-class RowOperands(NamedTuple):
+class TokenOperands(NamedTuple):
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
-    target: Tensor  # (N,)
+    target: Tensor  # (N,), or (N, K)
     linear_bias: Tensor | None = None  # (V,)
 
     @property
@@ -247,28 +245,18 @@ class RowOperands(NamedTuple):
         return self.linear_weight.shape[0]
 
 
-class RowLossWithGrad(Arguments, keyword_from="ignore_index"):
-    """A scalar loss of an objective with its own operators."""
+class TokenLossWithGrad(Arguments, keyword_from="ignore_index"):
+    """A scalar loss whose tokens' losses are those of a function of one token."""
 
-    results = (*LOSSES, *GRADIENTS, token("log_probs"), OF_SCALE)
+    op = "linear_token_loss_with_grad"
+    results = (*LOSSES, *GRADIENTS, topk("log_probs"), OF_SCALE)
 
-    operands: RowOperands
-    tokens: Nothing
+    operands: TokenOperands
+    function: str  # its name, in objectives/token_losses.py
+    tensors: list[Tensor]  # (N, ...) or () each, constants
     reduction: Reduction
     ignore_index: int = -100
-    options: Nothing
     logits: LogitOptions
     output_mask: OutputMask
     scale_gradient: bool = False
     batch_invariant: bool = False  # as of backward
-
-
-def with_grad_of(objective: type[RowObjective]) -> type[RowLossWithGrad]:
-    annotations = {"tokens": objective.tokens_of, "options": objective.options_of}
-    members = {"__annotations__": annotations, "op": f"{objective.name}_with_grad", "objective": objective}
-    options = {"keyword_from": "ignore_index"}
-    return types.new_class(objective.__name__, (RowLossWithGrad,), options, lambda body: body.update(members))
-
-
-ROW_LOSSES = {name: with_grad_of(objective) for name, objective in RowObjective.named.items()}
-PolicyWithGrad = ROW_LOSSES["linear_policy_loss"]

@@ -31,6 +31,7 @@ from ..support.path import Choice
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
     bool: "bool",
     int: "int",
     float: "float",
@@ -125,8 +126,9 @@ class Arguments:
     fields: ClassVar[list[tuple[str, Any, Any]]]  # name, group or None, index or slice
     names: ClassVar[frozenset[str]]  # of all fields
     usual: ClassVar[dict[str, Any]]  # fields that have defaults
-    tensors: ClassVar[list[int]]  # indices of arguments that are tensors, or None
+    tensor_places: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     lists: ClassVar[list[int]]  # indices of arguments that are lists
+    tensor_lists: ClassVar[list[int]]  # of tensors
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
 
@@ -160,8 +162,10 @@ class Arguments:
                 cls.usual[name] = cls.defaults[place]
             elif group is not None and len(group._field_defaults) == len(group._fields):
                 cls.usual[name] = group()
-        cls.tensors = [index for index, argument in enumerate(arguments) if argument.type.startswith("Tensor")]
-        cls.lists = [index for index, argument in enumerate(arguments) if argument.type.endswith("]")]
+        types = [argument.type for argument in arguments]
+        cls.tensor_places = [index for index, kind in enumerate(types) if kind in ("Tensor", "Tensor?")]
+        cls.lists = [index for index, kind in enumerate(types) if kind.endswith("]")]
+        cls.tensor_lists = [index for index in cls.lists if types[index] == "Tensor[]"]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 

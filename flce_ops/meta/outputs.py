@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from ..math.options import Cotangents, accumulation_dtype
-from ..objectives.row import RowObjective
 from .call import Arguments, Result
 
 # N tokens, K classes of a target, D and E hidden, V vocabulary
@@ -28,7 +27,6 @@ AXES = {  # aten/valid_tokens.py finds the tensors with rows of tokens by it, to
         ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"
     ),
     **dict.fromkeys((*Cotangents._fields, "target_weight"), "N"),
-    **{name: "N" for objective in RowObjective.named.values() for name in objective.tokens_of._fields},
     "main_grad": "VD",
 }
 BY_CLASS = ("target", "target_weight", "grad_target_logit")  # (N, K) if a head's target names K classes of a token
@@ -64,7 +62,7 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
 @functools.cache
 def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # place, name, axes, most dimensions
     """The tensors of an operator that are checked. Its operands come first, so that others are compared with them."""
-    names = [name for name, place in arguments.index.items() if name in AXES and place in arguments.tensors]
+    names = [name for name, place in arguments.index.items() if name in AXES and place in arguments.tensor_places]
     if "group" in arguments.index and "weight" in names:
         names.remove("weight")  # the class weights of all ranks
     names.sort(key=lambda name: not arguments.arguments[arguments.index[name]].path.startswith("operands."))
@@ -88,3 +86,9 @@ def check_shapes(call: Any) -> None:
             raise ValueError(f"{call.op}: expected {name} of shape ({', '.join(axes)}), {known}, got {tuple(shape)}")
         if tensor.device != device:
             raise ValueError(f"{call.op}: expected {name} on {device}, got {tensor.device}")
+    for place, tensor in enumerate(vars(call).get("tensors", ())):
+        if tensor.device != device or (tensor.dim() and tensor.shape[0] != sizes["N"]):
+            raise ValueError(
+                f"{call.op}: expected tensors[{place}] on {device} with {sizes['N']} rows or as a 0-d tensor, got "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )

@@ -1,4 +1,4 @@
-"""The loss of one token under a policy, as a function of its log-probability.
+"""The loss of one token under a policy, as functions of its log-probability that token_function.py differentiates.
 
 Let A be the advantage, r = exp(log_prob - old) the ratio, clip(r) = min(max(r, 1 - clip_low), 1 + clip_high), c =
 dual_clip and d = log_prob - ref. Without old log-probabilities, r is 1 but still has a derivative.
@@ -7,34 +7,29 @@ dual_clip and d = log_prob - ref. Without old log-probabilities, r is 1 but stil
     "cispo"    -A clip(r) log_prob, where clip(r) is a constant      "k2"   d^2 / 2
                each + beta KL                                        "k3"   e^-d + d - 1
 
-log_prob = z_y - lse, which is minus the surprisal. For "ppo" the ratio has an upper bound of 1 + clip_high if A >= 0;
-if A < 0 it has a lower bound of 1 - clip_low and an upper bound of c. A ratio beyond a bound is replaced by the bound,
-whose derivative is 0. This holds even if the ratio overflows, where autograd of the formula as written would compute 0
-* inf.
+For "ppo" the ratio has an upper bound of 1 + clip_high if A >= 0; if A < 0 it has a lower bound of 1 - clip_low and an
+upper bound of c. A ratio beyond a bound is replaced by the bound, whose derivative is 0. This holds even if the ratio
+overflows, where autograd of the formula as written would compute 0 * inf.
 """
 
+import functools
+import itertools
 from math import inf, nextafter
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from ..math.options import LARGEST, OptionalScalar, Ranges, Scalar, scalar, scalar_unless
-from .row import RowFunction, RowObjective, clamp, constant, exp, expm1, number, of_tokens, where
+from .token_function import TokenLoss
+from .token_losses import registered
 
-# N tokens, D hidden, V vocabulary
+# n tokens of a chunk
 
 Objective = Literal["ppo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 OBJECTIVES, KL_ESTIMATORS = get_args(Objective), get_args(KlEstimator)
-
-
-class PolicyTokens(NamedTuple):
-    """What is known of each token: constants in the accumulation dtype."""
-
-    advantages: Tensor  # (N,)
-    old_log_probs: Tensor | None = None  # (N,); None: those of the policy itself
-    ref_log_probs: Tensor | None = None  # (N,), read only with beta
-
+OP = "linear_policy_loss"
 
 RANGES: Ranges = {
     "clip_low": ("expected clip_low, below the ratio 1, not to be negative", 0.0, inf),
@@ -42,6 +37,14 @@ RANGES: Ranges = {
     "dual_clip": ("expected dual_clip to be greater than 1 or None", nextafter(1.0, inf), inf),
     "beta": ("expected beta to be finite", -LARGEST, LARGEST),
 }
+
+
+class PolicyTokens(NamedTuple):
+    """What is known of each token: constants."""
+
+    advantages: Tensor  # (...)
+    old_log_probs: Tensor | None = None  # (...); None: those of the policy itself
+    ref_log_probs: Tensor | None = None  # (...), read only with beta
 
 
 class PolicyNumbers(NamedTuple):
@@ -55,90 +58,92 @@ class PolicyNumbers(NamedTuple):
     kl_estimator: str = "k3"
 
 
-class PolicyOptions(NamedTuple):
-    objective: str
-    clip_low: Tensor  # (), as are the next three; the ratio's bounds are 1 - clip_low and 1 + clip_high
-    clip_high: Tensor
-    dual_clip: Tensor | None  # for "ppo"
-    beta: Tensor | None  # the factor of the KL term
-    kl_estimator: str
-
-
 TOKEN_LEVEL = "its tokens' losses are those of objective='ppo', token_weight and normalizer add them up"
 SEQUENCE_LEVEL = "a sequence's tokens share one ratio there; make it of flce_ops.linear_log_probs"
 HINTS = dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo"), TOKEN_LEVEL)
 HINTS |= dict.fromkeys(("gspo", "luspo", "vespo", "dpo"), SEQUENCE_LEVEL)
 
 
-class Policy(RowObjective):
-    bounded = True
-    name = "linear_policy_loss"
-    tokens_of, numbers, options_of, ranges = PolicyTokens, PolicyNumbers, PolicyOptions, RANGES
-
-    @classmethod
-    def check(cls, op: str, options: PolicyOptions, tokens: PolicyTokens) -> None:
-        objective, estimator = options.objective, options.kl_estimator
-        if objective not in OBJECTIVES:
-            hint = HINTS.get(objective)
-            raise ValueError(
-                f"{op}: expected objective to be one of {', '.join(OBJECTIVES)}, got {objective!r}"
-                + (f"; {hint}" if hint else "")
-            )
-        if estimator not in KL_ESTIMATORS:
-            raise ValueError(f"{op}: expected kl_estimator to be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
-        if options.dual_clip is not None and objective != "ppo":
-            raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got {objective!r}; leave it out")
-        if options.beta is not None and tokens.ref_log_probs is None:
-            raise ValueError(f"{op}: beta weighs the KL term, which needs ref_log_probs, of target's shape; got None")
-
-    @classmethod
-    def made_of(cls, numbers: PolicyNumbers, tokens: PolicyTokens, like: Tensor) -> PolicyOptions:
-        """The options, without a KL term if there is no beta.
-
-        dynamic=True makes beta a variable. Without ref_log_probs it is compared with 0 even then, so the graph is
-        specialised on 0.
-        """
-        no_kl = tokens.ref_log_probs is None and numbers.beta == 0.0
-        return PolicyOptions(
-            numbers.objective,
-            scalar(numbers.clip_low, like, "clip_low"),
-            scalar(numbers.clip_high, like, "clip_high"),
-            None if numbers.dual_clip is None else scalar(numbers.dual_clip, like, "dual_clip"),
-            None if no_kl else scalar_unless(0.0, numbers.beta, like, "beta"),
-            numbers.kl_estimator,
+def check_policy(op: str, numbers: PolicyNumbers, kl: bool, tokens: PolicyTokens) -> None:
+    objective, estimator = numbers.objective, numbers.kl_estimator
+    if objective not in OBJECTIVES:
+        hint = HINTS.get(objective)
+        raise ValueError(
+            f"{op}: expected objective to be one of {', '.join(OBJECTIVES)}, got {objective!r}"
+            + (f"; {hint}" if hint else "")
         )
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"{op}: expected kl_estimator to be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
+    if numbers.dual_clip is not None and objective != "ppo":
+        raise ValueError(f"{op}: dual_clip bounds the ratio of objective='ppo', got {objective!r}; leave it out")
+    if kl and tokens.ref_log_probs is None:
+        raise ValueError(f"{op}: beta weighs the KL term, which needs ref_log_probs, of target's shape; got None")
 
-    @RowFunction
-    def of_target(surprisal, weight, at, policy):
-        log_prob = -surprisal
-        advantage = of_tokens(policy.tokens.advantages, at)
-        log_ratio = log_prob - constant(log_prob)
-        if policy.tokens.old_log_probs is not None:
-            log_ratio = log_prob - of_tokens(policy.tokens.old_log_probs, at)
-        ratio = exp(constant(log_ratio))
-        lowest, highest = 1.0 - number(policy.options.clip_low, 0.0), 1.0 + number(policy.options.clip_high, 0.0)
-        if policy.options.objective == "cispo":
-            slope = -(clamp(ratio, lowest, highest) * advantage)
-            value = slope * log_prob
-        else:
-            negative = advantage < 0.0
-            lower = where(negative, lowest, 0.0)
-            upper = where(negative, number(policy.options.dual_clip, float("inf")), highest)
-            beyond = (ratio < lower) | (ratio > upper)
-            within = exp(where(beyond, 0.0, log_ratio))
-            value = -advantage * where(beyond, clamp(ratio, lower, upper), within)
-            slope = where(beyond, 0.0, -advantage * within)
-        if policy.options.beta is not None:
-            beta = number(policy.options.beta, 0.0)
-            distance = log_prob - of_tokens(policy.tokens.ref_log_probs, at)
-            if policy.options.kl_estimator == "k1":
-                value = value + beta * distance
-                slope = slope + beta
-            elif policy.options.kl_estimator == "k2":
-                value = value + beta * (0.5 * distance * distance)
-                slope = slope + beta * distance
-            else:
-                growth = expm1(-distance)  # e^-d - 1 would lose digits if the policies are nearly equal
-                value = value + beta * (growth + distance)
-                slope = slope - beta * growth
-        return value, -slope
+
+def policy_of(op: str, numbers: PolicyNumbers, tokens: PolicyTokens, like: Tensor) -> tuple[TokenLoss, list[Tensor]]:
+    """The function of a token, and its tensors. There is no KL term if there is no beta.
+
+    dynamic=True makes beta a variable. Without ref_log_probs it is compared with 0 even then, so the graph is
+    specialised on 0.
+    """
+    beta = None
+    if tokens.ref_log_probs is not None or numbers.beta != 0.0:
+        beta = scalar_unless(0.0, numbers.beta, like, "beta")
+    check_policy(op, numbers, beta is not None, tokens)
+    bounds = [scalar(numbers.clip_low, like, "clip_low"), scalar(numbers.clip_high, like, "clip_high")]
+    if numbers.objective == "ppo":
+        bounds.append(scalar(inf if numbers.dual_clip is None else numbers.dual_clip, like, "dual_clip"))
+    given = [tokens.advantages, tokens.old_log_probs, *bounds, tokens.ref_log_probs if beta is not None else None, beta]
+    name = name_of(numbers.objective, tokens.old_log_probs is not None, None if beta is None else numbers.kl_estimator)
+    return registered[name], [tensor for tensor in given if tensor is not None]
+
+
+def name_of(objective: str, has_old: bool, estimator: str | None) -> str:
+    return ".".join(("flce_ops", objective, *(["old"] if has_old else []), *([estimator] if estimator else [])))
+
+
+def loss_of_policy(
+    log_prob: Tensor,  # (n,)
+    advantage: Tensor,  # (n,)
+    *others: Tensor,  # (n,) each: the rest of what policy_of returns
+    objective: str,
+    has_old: bool,
+    estimator: str | None,
+) -> Tensor:  # (n,)
+    old, rest = (others[0], others[1:]) if has_old else (log_prob.detach(), others)
+    if objective == "ppo":
+        (clip_low, clip_high, dual_clip), kl = rest[:3], rest[3:]
+        loss = clipped_surrogate(log_prob - old, advantage, 1.0 - clip_low, 1.0 + clip_high, dual_clip)
+    else:
+        (clip_low, clip_high), kl = rest[:2], rest[2:]
+        ratio = (log_prob - old).detach().exp().clamp(1.0 - clip_low, 1.0 + clip_high)
+        loss = -(ratio * advantage) * log_prob
+    if estimator is not None:
+        reference, beta = kl
+        loss = loss + beta * kl_of_token(log_prob - reference, estimator)
+    return loss
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantage: Tensor, lowest: Tensor, highest: Tensor, dual_clip: Tensor
+) -> Tensor:  # (n,) each
+    ratio, negative = log_ratio.detach().exp(), advantage < 0.0
+    lower = torch.where(negative, lowest, 0.0)
+    upper = torch.where(negative, dual_clip, highest)
+    beyond = (ratio < lower) | (ratio > upper)
+    within = torch.where(beyond, 0.0, log_ratio).exp()
+    return -advantage * torch.where(beyond, ratio.clamp(lower, upper), within)
+
+
+def kl_of_token(distance: Tensor, estimator: str) -> Tensor:
+    if estimator == "k1":
+        return distance
+    if estimator == "k2":
+        return 0.5 * distance * distance
+    return torch.expm1(-distance) + distance  # e^-d - 1 would lose digits if the policies are nearly equal
+
+
+for _objective, _has_old, _estimator in itertools.product(OBJECTIVES, (False, True), (None, *KL_ESTIMATORS)):
+    _loss = functools.partial(loss_of_policy, objective=_objective, has_old=_has_old, estimator=_estimator)
+    _name = name_of(_objective, _has_old, _estimator)
+    registered[_name] = TokenLoss(_loss, _name, op=OP, by_vector=True)

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, Ranges, changed, scalar
+from ..math.options import Cotangents, changed
 from ..math.topk import beside_topk
 
 # N tokens, K classes of each
@@ -102,38 +102,15 @@ class RowNumbers(NamedTuple):
     class_weight_sum: Tensor | None = None  # () sum_j w_j; None for V
 
 
-class Nothing(NamedTuple):
-    """An objective without tensors of tokens, or without options."""
-
-
 Self = TypeVar("Self", bound="RowObjective")
 Slope = Any  # (N,), or (N, K) for a target (N, K); one number if it is equal for all tokens
 
 
 class RowObjective(RowNumbers):
     bounded: ClassVar[bool] = False  # if the slope is 0, the gradient is 0, even if the loss is divided by 0
+    by_row: ClassVar[bool] = False  # in a kernel: the tensors are by rows of a chunk, not by tokens
+    surprisal_at_ignored: ClassVar[float] = 0.0
     of_target: ClassVar[RowFunction]
-
-    # for an objective with its own operators, a loss of log-probabilities: flce_ops/entry/log_probs.py
-    name: ClassVar[str] = ""  # the operator's name, such as linear_policy_loss
-    tokens_of: ClassVar[Any] = Nothing  # the class of `tokens`, which are constants, in the order of the schema
-    numbers: ClassVar[Any] = Nothing  # the class of the user's numbers, with their defaults
-    ranges: ClassVar[Ranges] = {}
-    options_of: ClassVar[Any] = Nothing  # the class of `options`
-    named: ClassVar[dict[str, "type[RowObjective]"]] = {}  # all objectives with their own operators
-
-    def __init_subclass__(cls) -> None:
-        if cls.name:
-            cls.named[cls.name] = cls
-
-    @classmethod
-    def check(cls, op: str, options: Any, tokens: Any) -> None:
-        """Raises the objective's own errors."""
-
-    @classmethod
-    def made_of(cls, numbers: Any, tokens: Any, like: Tensor) -> Any:
-        """`options` from the user's numbers."""
-        return cls.options_of(*(scalar(value, like, name) for name, value in zip(numbers._fields, numbers)))
 
     @RowFunction
     def of_row(value, slope, lse, logit_sum, at, objective):
@@ -183,7 +160,8 @@ class RowObjective(RowNumbers):
 
         def scaled(slope: Slope, scale: Tensor) -> Any:
             if self.bounded:
-                return torch.where(slope == 0.0, 0.0, slope * scale)
+                # ignored tokens have a scale of 0, and a slope that may be nan
+                return torch.where((slope == 0.0) | (scale == 0.0), 0.0, slope * scale)
             return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
 
         return Cotangents(scaled(d_target, by_target), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)

@@ -42,6 +42,7 @@ class CallFacts(NamedTuple):
     topk: bool = False  # several classes per token
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
+    entropy: bool = False  # a token function reads the entropy
 
 
 def facts_of(call: Any) -> CallFacts:

@@ -19,7 +19,6 @@ from ..math.kl_div_arguments import KlDivOptions
 from ..math.options import LogitOptions, numbers_of
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossOptions
-from ..objectives.row import RowObjective
 from ..support.holes import refuse_hole
 from ..support.running import running
 from ..support.torch_private import (
@@ -32,11 +31,7 @@ from ..support.torch_private import (
 
 # groups of options that hold numbers and tensors whose gradient is refused
 GROUPS = (LogitOptions, LossOptions, KlDivOptions)
-NUMBERS = tuple(
-    name
-    for group in (*GROUPS, *(objective.options_of for objective in RowObjective.named.values()))
-    for name in numbers_of(group)
-)
+NUMBERS = tuple(name for group in GROUPS for name in numbers_of(group))
 CONSTANTS = ("denominator", "main_grad")
 OPERANDS = ("input", "linear_weight", "linear_bias")  # in the order of an output_mask
 
@@ -180,7 +175,9 @@ class OperatorFunction(Function):
                 with below_autograd():
                     return op(*args, **kwargs)
             values = arguments.values_of(args, kwargs)
-            tensors = [values[index] for index in arguments.tensors if values[index] is not None]
+            tensors = [values[index] for index in arguments.tensor_places if values[index] is not None]
+            for index in arguments.tensor_lists:
+                tensors += values[index]
             if has_tangent(*tensors):
                 cls.refuse_forward_mode()
             cls.check(op, values)
@@ -203,17 +200,25 @@ class OperatorFunction(Function):
 def save(ctx, call: Arguments, *results: Tensor) -> None:
     """Saves the values of a call, and the results that backward reads."""
     ctx.constants, tensors = call.values(), []
-    for index in call.tensors:
+    for index in call.tensor_places:
         tensors.append(ctx.constants[index])
         ctx.constants[index] = None
+    for index in call.tensor_lists:
+        tensors += ctx.constants[index]
+        ctx.constants[index] = len(ctx.constants[index])
     ctx.save_for_backward(*tensors, *results)
 
 
 def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
     values, saved = list(ctx.constants), saved_tensors(ctx)
-    for index, tensor in zip(arguments.tensors, saved):
+    for index, tensor in zip(arguments.tensor_places, saved):
         values[index] = tensor
-    return arguments.of(values), saved[len(arguments.tensors) :]
+    after = len(arguments.tensor_places)
+    for index in arguments.tensor_lists:
+        count = values[index]
+        values[index] = list(saved[after : after + count])
+        after += count
+    return arguments.of(values), saved[after:]
 
 
 def saved_tensors(ctx) -> tuple[Tensor, ...]:

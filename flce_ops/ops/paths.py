@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..math.options import saved_columns
-from ..meta.arguments import ROW_LOSSES, Backward, BackwardInPlace, Forward
+from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
 from ..support.path import Choice
 from ..support.table import Condition, Path, choose
@@ -50,6 +50,8 @@ ONE_CLASS_IF_SPARSE = Condition("one class a token with gradient_threshold", lam
 WANTS_GRADIENT = Condition("a gradient of input, linear_weight or linear_bias", lambda s: s.wants_gradient)
 SPARSE = Condition("gradient_threshold", lambda s: s.sparse)
 NOT_SPARSE = Condition("no gradient_threshold", lambda s: not s.sparse)
+# The gradient of an entropy is a matrix that row factors on the operands cannot make from exponentials.
+NO_ENTROPY = Condition("a function that does not read entropy", lambda s: not s.entropy)
 # Forward must not add to main_grad: there may be no backward, and grad_output, which multiplies the gradient, is known
 # only in backward.
 NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
@@ -95,8 +97,8 @@ LOSS = {
         Path("one pass", (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS)),
         Path("recompute", ()),
     ),
-    "a scalar loss of a policy": (
-        Path("one pass", (ALL_CLASSES, NOT_SPARSE, WANTS_GRADIENT, *IN_FORWARD)),
+    "a scalar loss of token functions": (
+        Path("one pass", (ALL_CLASSES, NOT_SPARSE, NO_ENTROPY, WANTS_GRADIENT, *IN_FORWARD)),
         Path("recompute", ()),
     ),
     "a scalar loss of given logits": (
@@ -161,17 +163,13 @@ KERNELS = {
         ".given_logits.cross_entropy:launch_with_grad_in_place",
         ".with_grad:logits_with_grad_in_place",
     ),
-    "linear_policy_loss_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_policy_with_grad", ".with_grad:policy_with_grad"
+    "linear_token_loss_with_grad": kernels(
+        (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_token_loss_with_grad", ".with_grad:token_loss_with_grad"
     ),
     "linear_kl_div_forward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_backward", ".kl_div:backward"),
     "linear_kl_div_with_grad": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
 }
-
-
-# one for each objective with its own operators
-KERNELS |= {f"{name}_with_grad": KERNELS["linear_policy_loss_with_grad"] for name in ROW_LOSSES}
 
 
 def in_triton(facts: CallFacts) -> bool:

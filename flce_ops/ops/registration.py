@@ -6,7 +6,7 @@
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
     flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, if ranks share the vocabulary
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
-    flce::linear_policy_loss_with_grad           as linear_cross_entropy_with_grad, for policy losses
+    flce::linear_token_loss_with_grad            as linear_cross_entropy_with_grad, for functions of one token
     flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
     flce::cross_entropy_with_grad_               writes the gradient over the logits
     flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: made_in_forward.py
@@ -46,7 +46,7 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.BackwardFunction,
     autograd.BackwardInPlaceFunction,
     with_grad_autograd.WithGradFunction,
-    *with_grad_autograd.ROW_LOSS_FUNCTIONS,
+    with_grad_autograd.TokenLossFunction,
     kl_div_autograd.ForwardFunction,
     kl_div_autograd.BackwardFunction,
     kl_div_autograd.WithGradFunction,

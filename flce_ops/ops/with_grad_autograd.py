@@ -5,12 +5,14 @@ Forward makes the gradients. Under create_graph they are made again, by the oper
 
 import torch
 
-from ..math.options import Operands, changed
+from ..math.options import Operands
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
 from ..math.topk import tokens_that_count
-from ..meta.arguments import ROW_LOSSES, Backward, Forward, WithGrad
+from ..meta.arguments import Backward, Forward, TokenLossWithGrad, WithGrad
 from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
+from ..objectives.token_losses import token_loss_named
+from ..objectives.token_objective import FunctionObjective, harmless, zero_where
 from ..support.holes import refuse_hole
 from .made_in_forward import MadeInForward
 
@@ -38,9 +40,13 @@ class LossOfHead(MadeInForward):
             objective = cross_entropy_of_call(call, operands, operands.num_classes, dtype)
             surprisals = surprisal(rows.target_logit, rows.lse, rows.lse_rest)
         else:
-            tokens = changed(call.tokens, lambda values: torch.where(valid, values, 0.0).to(dtype))
-            objective = call.objective(call.options, tokens)
-            surprisals = -log_probs_of_targets(valid, rows.target_logit, rows.lse, rows.lse_rest)
+            counts = operands.target != call.ignore_index
+            found = log_probs_of_targets(counts, rows.target_logit, rows.lse, rows.lse_rest)
+            surprisals = -harmless("log_prob", found, counts)
+            tensors = tuple(zero_where(~valid, tensor) for tensor in call.tensors)
+            objective = FunctionObjective(
+                token_loss_named(call.function), tensors, counts if counts.dim() == 2 else None
+            )
         losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, rows.logit_sum if smoothed else None)
         scale = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)
@@ -53,16 +59,18 @@ class WithGradFunction(LossOfHead):
     arguments = WithGrad
 
 
-class RowLossFunction(LossOfHead):
+class TokenLossFunction(LossOfHead):
+    arguments = TokenLossWithGrad
+    function = "linear_token_loss"
     reverse_modes = "grad, jacrev"
 
     @classmethod
     def check(cls, op, values):
-        constants = cls.arguments.objective.tokens_of._fields
-        check_constants(cls.arguments.op, **{name: values[cls.arguments.index[name]] for name in constants})
+        function = token_loss_named(values[cls.arguments.index["function"]])
+        for place, tensor in enumerate(values[cls.arguments.index["tensors"]]):
+            check_constants(cls.arguments.op, **{function.name_of_tensor(place): tensor})
 
-
-ROW_LOSS_FUNCTIONS = tuple(
-    type(f"{arguments.__name__}Function", (RowLossFunction,), {"arguments": arguments, "function": name})
-    for name, arguments in ROW_LOSSES.items()
-)
+    @classmethod
+    def for_backward(cls, ctx, call, results):
+        ctx.token_loss = token_loss_named(call.function)  # a function without a registered name lives as long as this
+        return super().for_backward(ctx, call, results)

@@ -13,7 +13,11 @@ the key is computed. Graphs that contain none of these operators keep their keys
 
 import functools
 import hashlib
+import types
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .._ops import ops
 from ..version import __version__
@@ -37,3 +41,52 @@ def add_to_key() -> None:
     them (flce_ops/ops/paths.py).
     """
     key_compiled_graphs(ops.__name__, f"{code_key()}, {get_retained()} bytes retained")
+
+
+def add_function_to_key(name: str, function: Callable) -> None:
+    """Adds a user's function, whose operations become part of a graph under a name."""
+    key_compiled_graphs(f"{ops.__name__} {name}", digest_of_function(function))
+
+
+THIS_PROCESS = uuid.uuid4().hex
+
+
+def digest_of_function(function: Callable) -> str:
+    """A digest of the function's code and of what the code reads: constants, closures, and the functions it calls. An
+    object without such a text is equal to itself alone, in this process.
+    """
+    digest, seen = hashlib.blake2b(digest_size=16), set()
+
+    def add(value: Any) -> None:
+        digest.update(type(value).__name__.encode())
+        if value is None or isinstance(value, str | bytes | int | float | complex):
+            digest.update(repr(value).encode())
+        elif isinstance(value, types.CodeType):
+            digest.update(value.co_code)
+            add((value.co_consts, value.co_names, value.co_varnames))
+        elif id(value) in seen:
+            return
+        elif isinstance(value, tuple | list | frozenset):
+            for part in sorted(value, key=repr) if isinstance(value, frozenset) else value:
+                add(part)
+        elif isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
+            seen.add(id(value))
+            names = names_of_code(value.__code__)
+            known = [value.__globals__.get(name) for name in names]
+            modules = [m for m in known if isinstance(m, types.ModuleType) and not m.__name__.startswith("torch")]
+            known += [getattr(module, name, None) for module in modules for name in names]
+            cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+            add((value.__code__, value.__defaults__, str(value.__kwdefaults__), cells, known))
+        elif isinstance(value, types.ModuleType | types.BuiltinFunctionType | types.FunctionType | type):
+            add(value.__name__)
+        else:
+            digest.update(f"{id(value)} in {THIS_PROCESS}".encode())
+
+    add(function)
+    return digest.hexdigest()
+
+
+def names_of_code(code: types.CodeType) -> list[str]:
+    """The names that the code reads, and those of functions inside it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return [*code.co_names, *(name for part in inner for name in names_of_code(part))]

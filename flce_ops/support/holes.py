@@ -15,6 +15,8 @@ HOLES = {
     # arguments that get no gradient
     "number": "{name} gets no gradient here; pass it detached",
     "constant": "{name} is a constant and gets no gradient; pass {name}.detach()",
+    "closure": "{name} closes over a tensor of shape {shape} that requires a gradient and would get none; detach it, "
+    "or multiply the loss by it",
     "temperature of tokens": "a temperature of each token is not implemented; pass input / temperature.unsqueeze(-1), "
     "or logits so divided; with linear_bias make the bias one more feature of both operands first; with softcap call "
     "once for each temperature",

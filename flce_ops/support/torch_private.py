@@ -5,7 +5,9 @@ a torch release drops a name, that test fails first, with the name in the messag
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,25 @@ from torch.autograd import forward_ad
 
 # A context in which a call skips the autograd keys. An Autograd kernel uses it to call the kernel below.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# The dispatch keys of a thread that is in no context of torch. They are read in a new thread, because a context may be
+# active where this file is imported.
+with ThreadPoolExecutor(1) as _thread:
+    AT_REST = _thread.submit(
+        lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+    ).result()
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Autograd and torch.func inside an operator's kernel, which runs below the autograd keys.
+
+    torch.func.vjp, which is public, brings its own autograd keys, but fails inside a kernel that runs under a dispatch
+    mode, such as a FLOP counter.
+    """
+    with torch._C._ForceDispatchKeyGuard(*AT_REST), torch.inference_mode(False), torch.enable_grad():
+        yield
+
 
 # Collectives inside an operator, which a tracer records. torch.distributed's own write to their argument.
 collectives = torch.ops._c10d_functional
@@ -99,6 +120,14 @@ def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and tensor.grad_fn.name() == "torch::autograd::Error"
 
 
+def with_unwrapped(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, and what each transform of torch.func has wrapped in it."""
+    found = [tensor]
+    while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
+        found.append(torch._C._functorch.get_unwrapped(found[-1]))
+    return found
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fails with `message` if the 0-d bool tensor is False. On CUDA this is a device-side assert, without a host
     synchronisation.
@@ -116,9 +145,7 @@ def check_value(holds: torch.Tensor, message: str) -> None:
     if holds.is_meta:  # a meta tensor has no value
         return
     # under vmap, a tensor can neither be read nor asserted
-    while not compiling and torch._C._functorch.is_functorch_wrapped_tensor(holds):
-        holds = torch._C._functorch.get_unwrapped(holds)
-    holds = holds.all()
+    holds = (holds if compiling else with_unwrapped(holds)[-1]).all()
     if compiling or holds.device.type == "cuda":
         assert_on_device(holds, message)
         return

@@ -97,6 +97,8 @@ def on_meta(call: Arguments, tokens: int) -> Arguments:
     def changed(name: str, value: Any) -> Any:
         if name == "retain" and value:
             return min(tokens, rows_to_retain(call.operands.saved_columns))  # type: ignore[attr-defined]
+        if isinstance(value, list):
+            return [changed("", element) for element in value]
         if not isinstance(value, Tensor):
             return value
         shape, stride = list(value.shape), value.stride()
@@ -121,10 +123,14 @@ def kind_of(call: Arguments) -> tuple[Hashable, ...]:
         if tensor is not None:
             values[index] = tensor.dtype, tensor.shape[first:]
     for index in call.lists:
-        values[index] = tuple(values[index])
+        values[index] = tuple(kind_of_element(element) for element in values[index])
     for index in numbers:
         values[index] = bool(values[index])
     return call.op, get_workspace(), *values
+
+
+def kind_of_element(element: Any) -> Hashable:
+    return (element.dtype, element.shape[1:]) if isinstance(element, Tensor) else element
 
 
 @functools.cache
@@ -135,7 +141,7 @@ def places_of(arguments: Any) -> tuple[list[tuple[int, int]], list[int]]:
     tensors, numbers = [], []
     for index, argument in enumerate(arguments.arguments):
         name = argument.name
-        if index in arguments.tensors:
+        if index in arguments.tensor_places:
             tensors.append((index, 0 if name in OF_CLASSES else 2 if name in OF_PAIRS else 1))
         elif argument.type == "float" or name == "retain":
             numbers.append(index)

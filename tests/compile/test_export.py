@@ -1,4 +1,4 @@
-"""torch.export: the operator is one node, for any number of tokens. The program survives a file and a fresh process."""
+"""torch.export: the operator is one node, for any number of tokens. The program survives a file."""
 
 # N tokens, D hidden, V vocabulary
 
@@ -6,9 +6,9 @@ import io
 
 import pytest
 import torch
-from fresh_process import run_script
 from inputs import make_inputs
 from reference_loss import error, reference_loss, run
+from test_compile import LOSSES_OF_TOKENS, tensors_of
 from torch.export import Dim, export
 
 import flce_ops
@@ -90,20 +90,6 @@ def test_modules_export(device, module):
     assert set(program.state_dict) == set(owner.state_dict())
 
 
-def test_saved_program_loads_in_a_fresh_process(tmp_path):
-    inputs = make_inputs((12, 11, 31), bias=True, requires_grad=False)
-    torch.export.save(exported(inputs), tmp_path / "loss.pt2")
-    torch.save((inputs.args, flce_ops.linear_cross_entropy(*inputs.args)), tmp_path / "expected.pt")
-    script = (
-        "import sys, torch, flce_ops\n"
-        "args, expected = torch.load(sys.argv[2])\n"
-        "found = torch.export.load(sys.argv[1]).module()(*args)\n"
-        "assert torch.allclose(found, expected, rtol=1e-6), (found, expected)\n"
-    )
-    done = run_script(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
-    assert done.returncode == 0, done.stderr
-
-
 class LossOfMasked(torch.nn.Module):
     def __init__(self, linear_weight, loss):
         super().__init__()
@@ -111,24 +97,15 @@ class LossOfMasked(torch.nn.Module):
 
     def forward(self, input, target):
         valid = target != -100
-        return self.loss(input[valid], self.linear_weight, target[valid]).sum()
+        return tensors_of(self.loss(input[valid], self.linear_weight, target[valid]))
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        flce_ops.linear_cross_entropy,
-        lambda *args: flce_ops.linear_cross_entropy(*args, reduction="none"),
-        lambda *args: flce_ops.linear_log_probs(*args, entropy=True, tail=True).tail_log_prob,
-        lambda x, w, t: flce_ops.cross_entropy(x @ w.T, t),
-    ],
-    ids=["mean", "none", "log_probs", "logits"],
-)
-def test_tokens_that_a_mask_leaves_export(loss, decomposed):
+@pytest.mark.parametrize("name", ["mean", "none", "metrics", "log_probs", "logits"])
+def test_tokens_that_a_mask_leaves_export(name, decomposed):
     """Their number depends on data, and may be another one when the program runs."""
     inputs = make_inputs((20, 8, 31))
-    module = LossOfMasked(inputs.linear_weight, loss)
+    module = LossOfMasked(inputs.linear_weight, LOSSES_OF_TOKENS[name])
     program = torch.export.export(module, (inputs.input.detach(), inputs.target))
     program = program.run_decompositions() if decomposed else program
     for every in (2, 3):

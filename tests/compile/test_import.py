@@ -6,14 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fresh_process import ROOT, run_script
-
-
-def run_fresh(script: str) -> str:
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
+from fresh_process import ROOT, run_fresh, run_script
 
 TRAIN = """
 import torch
@@ -164,32 +157,6 @@ def test_dir_has_the_public_names_alone(package):
     module = pytest.importorskip(package)
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, name) for name in dir(module))
-
-
-def test_version_is_known():
-    import flce_ops
-
-    assert flce_ops.__version__.count(".") == 2
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_another_thread_gives_the_same_numbers(reduction):
-    """Used as in DataParallel: the second thread does not need state of the first."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import torch
-    from inputs import make_inputs
-    from reference_loss import run
-
-    import flce_ops
-
-    inputs = make_inputs()
-    expected = run(flce_ops.linear_cross_entropy, inputs, reduction=reduction)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(run, flce_ops.linear_cross_entropy, inputs, reduction=reduction) for _ in range(4)]
-        for future in futures:
-            for name, tensor in future.result().items():
-                assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-6), name
 
 
 TWO_STEPS = """

@@ -1,12 +1,10 @@
 """Random cases of the operators against dense torch: `python -m tests.fuzz --cases 20000 --seed 1 [--device cuda]`.
 
 A case is a choice on each axis, Source x Objective x Sink x Layout, with dtypes, strides, ranges up to overflow,
-ignored tokens, workspaces, operands made from one another. A campaign draws cases by number; with --hypothesis they are
-drawn, and shrunk, by hypothesis.
+ignored tokens, workspaces, operands made from one another.
 
     cases.py     a case: shapes, dtypes, layouts, options, what depends on what, how derivatives are asked for
     draw.py, consistent.py   how one is drawn, and which arguments go together
-    properties.py   the same by hypothesis
     problem.py   a case's tensors, and the graph from its leaves to the arguments of the function
     oracle.py    the same functions on dense logits
     ours.py      the functions and modules of the package

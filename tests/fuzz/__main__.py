@@ -15,9 +15,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda", "interpreter"], default="cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes (default: 12 on cuda, else 1)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no case begins later")
-    parser.add_argument("--hypothesis", action="store_true", help="drawn and shrunk by hypothesis; stops at a failure")
     parser.add_argument("--only", metavar="SEED:INDEX", help="one case, with every number")
-    parser.add_argument("--out", metavar="FILE", help="also write the report here")
     arguments = parser.parse_args()
     if arguments.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # must be set before triton is imported
@@ -30,15 +28,9 @@ def main() -> int:
     if arguments.only:
         seed, index = arguments.only.split(":")
         return report.show(int(seed), int(index), arguments.device)
-    if arguments.hypothesis:
-        from tests.fuzz.properties import hold
-
-        hold(arguments.device, arguments.cases, arguments.seed)
-        print(f"{arguments.cases} cases on {arguments.device} are as near to the truth as plain torch")
-        return 0
     indices = range(arguments.first, arguments.first + arguments.cases)
     workers = arguments.workers or (12 if arguments.device == "cuda" else 1)
-    return report.campaign(arguments.seed, indices, arguments.device, workers, arguments.out, arguments.seconds)
+    return report.campaign(arguments.seed, indices, arguments.device, workers, arguments.seconds)
 
 
 if __name__ == "__main__":

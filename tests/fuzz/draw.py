@@ -1,7 +1,6 @@
 """How a case is drawn: step by step, each a dict of what it adds to the case so far.
 
-A campaign draws by number, `draw(seed, index, device)`, so that processes share the cases out and a report names each.
-tests/fuzz/property.py draws the same cases by hypothesis.
+Cases have numbers, `draw(seed, index, device)`, so that processes share them out and a report names each.
 """
 
 import math
@@ -22,11 +21,7 @@ FAMILIES = 24
 
 def draw(seed: int, index: int, device: str) -> Case:
     """Case `index` of `seed`."""
-    return drawn_by(Random(f"{seed}:{index}"), device, seed, index)
-
-
-def drawn_by(free: Random, device: str, seed: int = 0, index: int = 0) -> Case:
-    fixed = free
+    fixed = free = Random(f"{seed}:{index}")
     case = Case(seed=free.getrandbits(48))
     if device == "cuda":
         family = index % FAMILIES

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_ops.entry.class_order import with_own_place
-from flce_ops.math.sparse_gradient import Draws, SparseGradient, keep_entries
+from flce_ops.math.sparse_gradient import SparseGradient, keep_entries
 from tests.fuzz.cases import ARGMAX_METRICS, Case
 from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens
 
@@ -127,7 +127,7 @@ def sparse_loss(case: Case, at: Tensors, valid: Tensor, factor: float) -> Tensor
             return gradient
         sparse = SparseGradient(case.threshold, case.sparse, at["gradient_seed"])
         order = with_own_place(at["class_order"], case.ignore_index) if case.class_order else slice(None)
-        in_order, draws = rows[:, order], Draws(torch.arange(len(rows), device=rows.device))
+        in_order, draws = rows[:, order], torch.arange(len(rows), device=rows.device)
         keep_entries(in_order, slopes.pop().flatten() * factor, sparse, draws)
         rows[:, order] = in_order
         return rows.view_as(gradient)

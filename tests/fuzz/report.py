@@ -12,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from threading import Timer
 
@@ -86,7 +85,7 @@ def tell_where_it_is(seed: int, indices: range, found: list[Result]) -> None:
     faulthandler.dump_traceback()
 
 
-def campaign(seed: int, indices: range, device: str, workers: int, out: str | None, seconds: float) -> int:
+def campaign(seed: int, indices: range, device: str, workers: int, seconds: float) -> int:
     """Divides the cases among `workers` processes in turn; on CUDA, by whole families of kernels (draw.py)."""
     began = time.perf_counter()
     until = time.time() + seconds
@@ -109,10 +108,7 @@ def campaign(seed: int, indices: range, device: str, workers: int, out: str | No
             if k < REDUCED_PER_GROUP and device != "cuda":  # on CUDA every step would compile kernels
                 reduced, left = reduce(result.case, result.verdict, device)
                 lines.append(f"  reduced: `{reduced}`: {told(left.failures)}")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if out:
-        Path(out).write_text(text)
+    print("\n".join(lines), end="\n\n")
     return 1 if groups else 0
 
 

@@ -35,50 +35,6 @@ def check_same_parameters(ours: nn.Module, theirs: nn.Module, start: nn.Module) 
 # ---------------------------------------------------------------- Lightning
 
 
-@pytest.mark.parametrize("kind", ["head", "loss module"])
-def test_a_lightning_module(kind, tmp_path):
-    lightning = pytest.importorskip("lightning")
-
-    class Model(lightning.LightningModule):
-        def __init__(self, dense: bool) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCAB, DIM)
-            if kind == "head":
-                self.head = flce_ops.LinearCrossEntropyHead(DIM, VOCAB)
-            else:
-                self.head = flce_ops.LinearCrossEntropyLoss(DIM, VOCAB)
-            self.dense = dense
-
-        def training_step(self, batch, _):
-            tokens, target = batch
-            hidden = self.embed(tokens).tanh()
-            if self.dense:
-                weight = self.head.weight if kind == "head" else self.head.linear.weight
-                loss = F.cross_entropy((hidden @ weight.T).flatten(0, 1), target.flatten())
-            else:
-                loss = self.head(hidden, target)
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    ours, data = Model(dense=False), batches()
-    theirs, start = copy.deepcopy(ours), copy.deepcopy(ours)
-    theirs.dense = True
-    for model in (ours, theirs):
-        lightning.Trainer(
-            max_epochs=1,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        ).fit(model, train_dataloaders=torch.utils.data.DataLoader(data, batch_size=None))
-    check_same_parameters(ours, theirs, start)
-
-
 # ---------------------------------------------------------------- plain loops
 
 

@@ -40,27 +40,44 @@ def make_adapted(name: str = "Llama", *, patch_first: bool, **options):
     return (ours if patch_first else patch(ours)), theirs
 
 
+def give_the_same_weights(ours, theirs):
+    """Each model has drawn its own adapters."""
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            other.copy_(mine)
+
+
+def check_patched(ours, theirs, *, logits=False):
+    batch = make_batch()
+    assert has_logits(ours(**batch)) == logits
+    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+
+
 patch_order = pytest.mark.parametrize("patch_first", [True, False], ids=["patched before", "patched after"])
+
+
+ADAPTED = {
+    "transform": ("BERT, transform", {"target_modules": ["query"], "modules_to_save": ["cls"], "task_type": None}),
+    "all linear": ("Llama", {"target_modules": "all-linear"}),
+    "tied": ("Llama tied", {"target_modules": ["embed_tokens", "v_proj"]}),
+    "masked": ("BERT, transform", {"target_modules": ["query", "decoder"], "task_type": None}),
+}
+
+
+@patch_order
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_of_embeddings_transforms_and_heads(case, patch_first):
+    name, options = ADAPTED[case]
+    check_patched(*make_adapted(name, patch_first=patch_first, **options))
 
 
 @patch_order
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_lora_on_the_blocks(name, patch_first):
     ours, theirs = make_adapted(name, patch_first=patch_first)
-    batch = make_batch()
-    assert not has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    check_patched(ours, theirs)
     adapters = [n for n, p in ours.named_parameters() if p.grad is not None]
     assert adapters and all("lora_" in n for n in adapters)
-
-
-@patch_order
-def test_a_head_with_a_transform_trained_whole(patch_first):
-    targets = {"target_modules": ["query"], "modules_to_save": ["cls"], "task_type": None}
-    ours, theirs = make_adapted("BERT, transform", patch_first=patch_first, **targets)
-    batch = make_batch()
-    assert not has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
 @pytest.mark.parametrize("name,head", [("Llama", "lm_head"), ("BERT, transform", "cls")])
@@ -69,9 +86,7 @@ def test_a_hook_on_the_wrapper_of_a_head_that_is_trained_whole_acts_on_logits(na
     ours, theirs = make_adapted(name, patch_first=True, **targets)
     for model in (ours, theirs):
         model.base_model.model.get_submodule(head).register_forward_hook(lambda module, args, output: output / 2)
-    batch = make_batch()
-    assert has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    check_patched(ours, theirs, logits=True)
 
 
 @patch_order
@@ -83,19 +98,6 @@ def test_a_frozen_head_gets_no_weight_gradient(patch_first, wanted):
     flops = sum(count for op, count in counter.get_flop_counts()["Global"].items() if "flce" in str(op))
     one_pass = 2 * (3 * TOKENS) * 24 * VOCAB
     assert flops == (2 if wanted == "adapters" else 3) * one_pass
-
-
-def test_all_linear_leaves_the_head_alone():
-    ours, theirs = make_adapted(patch_first=True, target_modules="all-linear")
-    batch = make_batch()
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
-
-
-@patch_order
-def test_lora_on_a_tied_embedding(patch_first):
-    ours, theirs = make_adapted("Llama tied", patch_first=patch_first, target_modules=["embed_tokens", "v_proj"])
-    batch = make_batch()
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
 
 
 @patch_order
@@ -133,9 +135,7 @@ ADAPTERS_OF_THE_HEAD = {
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi, head with bias"])
 def test_kinds_of_lora_on_the_head(name, kind, patch_first):
     ours, theirs = make_adapted(name, patch_first=patch_first, **ON_THE_HEAD | ADAPTERS_OF_THE_HEAD[kind])
-    with torch.no_grad():
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            other.copy_(mine)
+    give_the_same_weights(ours, theirs)
     trained = trained_in_head(ours, theirs, make_batch())
     assert {name.split(".")[-3] for name in trained} >= {"lora_A", "lora_B"}
 
@@ -219,9 +219,7 @@ def test_trainable_tokens_disabled_merged_and_of_another_adapter(case):
     for model in (ours, theirs):
         model.add_adapter("second", peft.LoraConfig(task_type="CAUSAL_LM", **options))
         model.set_adapter("second")
-    with torch.no_grad():
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            other.copy_(mine)
+    give_the_same_weights(ours, theirs)
     check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
     ours.merge_adapter(), theirs.merge_adapter()
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
@@ -285,9 +283,7 @@ def test_an_adapter_with_a_bias_of_its_own(patch_first):
     with torch.no_grad():  # B starts as 0
         for model in (ours, theirs):
             model.base_model.model.lm_head.lora_B["default"].bias.copy_(torch.linspace(-1, 1, VOCAB))
-    batch = make_batch()
-    assert not has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    check_patched(ours, theirs)
 
 
 def test_float32_adapters_on_a_bfloat16_head():
@@ -304,23 +300,13 @@ def test_float32_adapters_on_a_bfloat16_head():
             assert error(gradient, truth[1][name]) <= 2.0 * error(plain[1][name], truth[1][name]), name
 
 
-def test_lora_on_the_head_of_a_masked_model():
-    targets = {"target_modules": ["query", "decoder"], "task_type": None}
-    ours, theirs = make_adapted("BERT, transform", patch_first=True, **targets)
-    batch = make_batch()
-    assert not has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
-
-
 def test_adapters_on_the_head_that_are_several_dropped_out_disabled_merged():
     ours, theirs = make_adapted(patch_first=True, **ON_THE_HEAD, lora_dropout=0.3)
     batch = make_batch()
     for model in (ours, theirs):
         model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False, **ON_THE_HEAD))
         model.base_model.set_adapter(["default", "second"])
-    with torch.no_grad():  # each model has drawn its own adapters
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            other.copy_(mine)
+    give_the_same_weights(ours, theirs)
     torch.manual_seed(5)
     found = loss_and_gradients(ours.train(), **batch)
     torch.manual_seed(5)
@@ -340,9 +326,9 @@ def test_a_hook_on_what_makes_the_logits_of_an_adapted_head_acts_on_them(layer):
     for model in (ours, theirs):
         head = model.base_model.model.get_submodule(layer)
         head.register_forward_hook(lambda module, args, output: output / 2)
-    batch = make_batch()
-    assert has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    check_patched(ours, theirs, logits=True)
+    tokens = make_batch()["input_ids"]
+    assert torch.equal(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
 
 
 def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches():
@@ -354,25 +340,15 @@ def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches():
     assert has_logits(ours(**batch))
 
 
-def test_logits_of_an_adapted_head_are_still_given():
-    ours, theirs = make_adapted(patch_first=True, target_modules=["q_proj", "lm_head"])
-    tokens = make_batch()["input_ids"]
-    assert torch.equal(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
-
-
 def test_merged_adapters():
     ours, theirs = (adapted.merge_and_unload().requires_grad_() for adapted in make_adapted(patch_first=True))
-    batch = make_batch()
-    assert not has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    check_patched(ours, theirs)
 
 
 def test_prompt_tuning_ignores_its_virtual_tokens():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     theirs = peft.get_peft_model(make_model(), config)
-    ours, batch = patch(copy.deepcopy(theirs)), make_batch()
-    assert not has_logits(ours(**batch))
-    check_same(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))
+    check_patched(patch(copy.deepcopy(theirs)), theirs)
 
 
 def test_lora_compiles_as_one_graph():

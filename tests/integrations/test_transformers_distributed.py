@@ -9,7 +9,8 @@ pytest.importorskip("accelerate")
 
 import torch
 import torch.distributed as dist
-from process_pool import run_in_world, worlds
+from in_worlds import in_worlds
+from process_pool import worlds
 from tiny_models import check_same, has_logits, loss_and_gradients, make_batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,12 +44,8 @@ FSDP2_CASES = {
 }
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_fsdp2_gives_the_gradients_of_one_process(world):
-    run_in_world(world, fsdp2_cases)
-
-
-def fsdp2_cases(device):
+@in_worlds(worlds(2))
+def test_fsdp2_gives_the_gradients_of_one_process(device):
     for case, options in FSDP2_CASES.items():
         try:
             fsdp2_case(device, **options)
@@ -123,12 +120,8 @@ def loss_of_all_ranks(model, mine):
 # ---------------------------------------------------------------- tensor parallelism
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_a_head_sharded_by_transformers_plan_gives_the_loss_of_one_process(world):
-    run_in_world(world, tensor_parallel_case)
-
-
-def tensor_parallel_case(device):
+@in_worlds(worlds(2))
+def test_a_head_sharded_by_transformers_plan_gives_the_loss_of_one_process(device):
     model, batch = make_model("Granite").to(device), {k: v.to(device) for k, v in make_batch().items()}
     reference = copy.deepcopy(model)
     expected, exact = loss_and_gradients(reference, **batch)

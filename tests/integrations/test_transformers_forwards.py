@@ -3,6 +3,7 @@
 import copy
 import inspect
 
+import numpy
 import pytest
 
 pytest.importorskip("transformers")
@@ -77,6 +78,21 @@ class Understood:
 
     def scale_then_bias(self, input_ids, labels=None):
         logits = self.head(self.embed(input_ids)) * self.scale + self.bias
+        return Output(loss=self.loss_function(logits, labels, V), logits=logits)
+
+    def scale_of_numpy_and_in_place(self, input_ids, labels=None):
+        logits = self.learnt.exp() * self.head(self.embed(input_ids)) * numpy.float32(1.5)
+        logits /= self.learnt
+        return Output(loss=self.loss_function(logits, labels, V), logits=logits)
+
+    def older_product(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids))
+        product = 3.0 * logits
+        logits *= 2.0
+        return Output(loss=self.loss_function(product, labels, V), logits=product)
+
+    def cap_of_a_learnt_scale(self, input_ids, labels=None):
+        logits = 3.0 * torch.tanh(self.head(self.embed(input_ids)) * self.learnt / 3.0)
         return Output(loss=self.loss_function(logits, labels, V), logits=logits)
 
     def learnt_scales(self, input_ids, labels=None):
@@ -219,6 +235,29 @@ class Refused:
 
     def power(self, logits, labels):
         return logits**2, None
+
+    def difference(self, logits, labels):
+        return logits - 1.0, "`__sub__`"
+
+    def negative(self, logits, labels):
+        return -logits, "`__neg__`"
+
+    def comparison(self, logits, labels):
+        return logits * (logits > 0), "`__gt__`"
+
+    def tokens_joined(self, logits, labels):
+        return torch.cat([logits[:, :4], logits[:, 4:]], 1), "`cat`"
+
+    def sum_with_a_factor(self, logits, labels):
+        return torch.add(logits, torch.ones(V), alpha=2), "`add`"
+
+    def quotient_rounded(self, logits, labels):
+        return torch.div(logits, 2, rounding_mode="floor"), "`div`"
+
+    def alias_changed_in_place(self, logits, labels):
+        alias = logits.view(logits.shape)
+        logits *= 2.0
+        return alias, "which were changed in place"
 
     def integers(self, logits, labels):
         return logits.to(torch.int64), "a cast to torch.int64"

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from inputs import scalars
+from reference_policy import function_of_policy
 
 import flce_ops
 from benchmarks.batch_invariance import bits, draw_pool
@@ -18,7 +18,7 @@ from flce_ops.aten.chunks import cut
 from flce_ops.math.statistics import log_probs_of_targets
 from flce_ops.triton import launch_forward, launch_with_grad
 from flce_ops.triton.steps.chunking import best_chunking
-from flce_ops.triton.steps.with_grad import launch_policy_with_grad
+from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
 CPU = torch.device("cpu")
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
@@ -106,16 +106,13 @@ def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, m
     tensors = (pool.input, pool.linear_weight, pool.target, None)
     target_logit, lse, *_, argmax, squares, mean_logit, rest, _ = launch_forward(*tensors, **OF_ROWS)
     log_probs = log_probs_of_targets(pool.target >= 0, target_logit, lse, rest)
-    numbers, entropies = scalars({"clip_low": 0.2, "clip_high": 0.2}), []
+    entropies = []
     for nbytes in (None, 1 << 16):
         with flce_ops.workspace(nbytes or 512 << 20):
             entropies.append(launch_with_grad(*tensors, None, None, **MASK, entropy=True, lse=True)[6:8])
             metrics = launch_with_grad(*tensors, None, None, **MASK, lse=True, **OF_ROWS)[5:]
             assert flce_ops.last_path().chunks == (2 if nbytes else 1)
-            policy = launch_policy_with_grad(
-                *tensors, pool.advantages, None, None, None, None,
-                objective="ppo", dual_clip=None, beta=None, kl_estimator="k3", **numbers, **MASK,
-            )  # fmt: skip
+            policy = launch_token_loss_with_grad(*tensors, *function_of_policy(pool._asdict()), None, **MASK)
         of_one_pass = (metrics[0], metrics[1], *metrics[3:5], policy[5])
         for found, exact in zip(of_one_pass, (argmax, lse, squares, mean_logit, log_probs), strict=True):
             assert torch.equal(found, exact)

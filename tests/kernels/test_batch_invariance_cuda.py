@@ -4,16 +4,14 @@
 
 import pytest
 import torch
+from marks import ON_CUDA
 from test_cuda_contract import captured
 
 import flce_ops
 from benchmarks.batch_invariance import ASKED, PROBLEMS, bits, callings, draw_pool, input_gradients, walk
 from benchmarks.shapes import parse_shapes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 MARK, SEED = 10**7, 0
 CUDA = torch.device("cuda")
 

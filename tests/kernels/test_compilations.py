@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fresh_process import run_script
+from fresh_process import run_fresh
 
 import flce_ops
 
@@ -140,9 +140,7 @@ print(json.dumps(found))
 )
 def test_no_number_of_tokens_needs_a_kernel_that_the_first_call_did_not_compile(function, hidden, vocab, options):
     """Nor has it a grid that grows in another dimension than the first: CUDA has room for 65,535 programs there."""
-    done = run_script(COUNT, json.dumps([function, hidden, vocab, options]))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(run_fresh(COUNT, json.dumps([function, hidden, vocab, options])))
     assert found
     for op, compiled, kernels, new, too_large in found:
         assert not new and not too_large, op
@@ -182,9 +180,7 @@ print(json.dumps([kernels, before, loads, threading.get_ident() in threads, len(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
 def test_kernels_are_compiled_and_loaded_in_threads_and_then_launched():
-    done = run_script(COMPILE)
-    assert done.returncode == 0, done.stderr
-    kernels, launched_before, threads, in_this_thread, launched = json.loads(done.stdout)
+    kernels, launched_before, threads, in_this_thread, launched = json.loads(run_fresh(COMPILE))
     assert kernels >= 3 and launched_before == 0 and threads > 1 and not in_this_thread and launched >= 3
 
 
@@ -288,7 +284,5 @@ print(first, kernels())
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["loss", "log_probs"])
 def test_steps_of_any_number_of_tokens_compile_nothing_after_the_first(what):
-    done = run_script(IN_TURN, what)
-    assert done.returncode == 0, done.stderr
-    first, in_the_end = map(int, done.stdout.split())
+    first, in_the_end = map(int, run_fresh(IN_TURN, what).split())
     assert 0 < first == in_the_end

@@ -5,15 +5,13 @@
 import pytest
 import torch
 from inputs import make_inputs
+from marks import ON_CUDA
 from reference_loss import error, run, run_reference
 from test_cuda_contract import needs_memory
 
 import flce_ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 
 
 def only_last_rows(inputs, count):

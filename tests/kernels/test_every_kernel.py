@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 from interpreter import let_tensor_maps_add
+from marks import IN_INTERPRETER
+from reference_policy import function_of_policy
 
 pytest.importorskip("triton")
 
@@ -23,11 +25,7 @@ from flce_ops.triton.gemm.class_blocks import LIVE
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
 from flce_ops.triton.kernel import Kernel
 
-pytestmark = [
-    # without a GPU, conftest.py turns the interpreter on before anything imports triton
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 IN_TRITON, IN_ATEN = 0, 1  # places in the table of paths
 N, D, V = 37, 35, 131  # tiles are 32x128x32, so the last of each is a partial one
@@ -67,17 +65,10 @@ def models(**options):
     return student | teacher | {"teacher_probs": None, "valid": given["target"] >= 0} | options
 
 
-POLICY = {
-    "advantages": random(N, seed=8),
-    "old_log_probs": -5 + random(N, seed=9),
-    "ref_log_probs": None,
-    "objective": "ppo",
-    "clip_low": torch.tensor(0.2),
-    "clip_high": torch.tensor(0.3),
-    "dual_clip": None,
-    "beta": None,
-    "kl_estimator": "k3",
-}
+POLICY = function_of_policy(
+    {"input": torch.empty(0), "advantages": random(N, seed=8), "old_log_probs": -5 + random(N, seed=9)}, clip_high=0.3
+)
+OF_POLICY = dict(zip(("function", "tensors"), POLICY))
 # operator, its arguments, bytes of workspace: a few make several chunks
 CALLS = {
     "loss": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), lse=True, entropy=True, **EVERY)),
@@ -86,10 +77,15 @@ CALLS = {
     "smoothed": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), label_smoothing=0.1, **EVERY)),
     "soft targets": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **several_classes(), **EVERY)),
     "sparse": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **SPARSE, **EVERY)),
-    "policy": ("linear_policy_loss_with_grad", head(row_scale=row_scale(), **POLICY, **EVERY)),
+    "policy": ("linear_token_loss_with_grad", head(row_scale=row_scale(), **OF_POLICY, **EVERY)),
     "divergence": ("linear_kl_div_with_grad", models(row_scale=row_scale(), kind="reverse", **EVERY)),
     "given logits": ("cross_entropy_with_grad", of_logits(row_scale=row_scale())),
 }
+
+
+def exact(path: int, value):
+    floats = path == IN_ATEN and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if floats else value
 
 
 def run(path: int, name: str, arguments: dict, nbytes: int = 512 << 20) -> dict[str, torch.Tensor]:
@@ -97,8 +93,7 @@ def run(path: int, name: str, arguments: dict, nbytes: int = 512 << 20) -> dict[
     operator = OPERATORS[name].arguments
     values: dict = {key: None for key in ("row_scale", "denominator", "linear_bias", "weight") if key in operator.index}
     for key, value in arguments.items():
-        floats = path == IN_ATEN and isinstance(value, torch.Tensor) and value.is_floating_point()
-        values[key] = value.double() if floats else value
+        values[key] = [exact(path, element) for element in value] if key == "tensors" else exact(path, value)
     with workspace(nbytes):
         made = function(KERNELS[name][path].kernel)(operator.bind(**values))
     return dict(zip((result.name for result in operator.results), made if isinstance(made, tuple) else (made,)))

@@ -7,15 +7,13 @@ import threading
 import pytest
 import torch
 from inputs import make_inputs
+from marks import ON_CUDA
 from reference_loss import error, run_reference
 from test_cuda_contract import forward_and_backward
 
 import flce_ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_CUDA
 
 MiB = 2**20
 

@@ -16,6 +16,7 @@ from flce_ops import aten
 from flce_ops.support.vendor import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import device, input_gradient
+from flce_ops.triton.gemm.class_blocks import ClassBlocks
 from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES
@@ -235,7 +236,7 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
     from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
     from flce_ops.triton.gemm import backends
 
-    (own,), made = backends.BACKENDS, []
+    own, made = backends.BACKENDS[-1], []
 
     def counted(name):
         def product(*args, **options):
@@ -263,6 +264,66 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
     made.clear()
     launch_kl_div_with_grad(x, w, None, x, w, None, None, None, per_token, **every)
     assert set(made) == all_three
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("smoothed", [False, True])
+def test_torch_matmul_makes_every_product_where_the_environment_asks_for_it(smoothed, device, monkeypatch):
+    """Several chunks, ignored tokens, a row whose loss is above 40 nats: the numbers of the Triton GEMMs."""
+    from flce_ops.triton import launch_backward, launch_forward
+    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
+    from flce_ops.triton.gemm import backends
+
+    n, d, v = 300, 72, 331
+    x, w = torch.randn(n, d, device=device), torch.randn(v, d, device=device)
+    x[1] *= 40.0
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter has no bfloat16
+    x, w, bias = x.to(dtype), w.to(dtype), torch.randn(v, device=device, dtype=dtype)
+    target, per_token = torch.randint(v, (n,), device=device), torch.rand(n, device=device)
+    target[::7] = -100
+    per_token[::7] = 0.0
+    every = {"output_mask": [True, True, True]}
+    options = {"label_smoothing": 0.1} if smoothed else {"softcap": torch.tensor(20.0, device=device)}
+
+    def found():
+        made = [*launch_with_grad(x, w, target, bias, None, per_token, **every, **options)[:5]]
+        forward = launch_forward(x, w, target, bias, None)
+        slopes = -per_token, per_token, None
+        made += launch_backward(*slopes, x, w, target, bias, None, forward[1], **every)[:3]
+        made += launch_kl_div_with_grad(x, w, bias, x.flip(0), w, None, None, None, per_token, **every)[:5]
+        return [*made, *forward[:2]]
+
+    with flce_ops.workspace(1 << 18):
+        own = found()
+        assert flce_ops.last_path().chunks > 1
+        in_torch, in_triton = backends.BACKENDS
+        assert backends.backend_for(x) is in_triton
+        monkeypatch.setenv("FLCE_GEMM", "torch")
+        assert backends.backend_for(x.bfloat16()) is in_torch and backends.backend_for(x.half()) is in_triton
+        monkeypatch.setattr(backends, "BACKENDS", [in_torch._replace(takes=lambda matrix: True)])
+        by_torch = found()
+    # on the CPU that of a divergence's stored logits
+    rounding = 1e-4 if device == "cpu" else 8e-3  # bfloat16's, once or twice
+    for ours, theirs in zip(own, by_torch, strict=True):
+        assert error(theirs, ours.double()) <= rounding
+
+
+@interpreter
+def test_what_torch_matmul_does_not_make_is_refused_by_name(monkeypatch):
+    from flce_ops.triton.gemm import backends
+
+    monkeypatch.setattr(backends, "BACKENDS", [backends.BACKENDS[0]._replace(takes=lambda matrix: True)])
+    x, w, target = torch.randn(40, 16), torch.randn(67, 16), torch.arange(40)
+    call = x, w, target, None, None, torch.rand(40)
+    mask = {"output_mask": [True, True, False]}
+    with pytest.raises(NotImplementedError, match="batch_invariant needs the Triton GEMMs; unset FLCE_GEMM"):
+        launch_with_grad(*call, **mask, batch_invariant=True)
+    gradient = backends.BACKENDS[0].weight_gradient(torch.empty(67, 16), 40, 1)
+    gradient.blocks = ClassBlocks(torch.tensor(1), torch.tensor([0, 0]))
+    with pytest.raises(NotImplementedError, match="a sparse gradient needs the Triton GEMMs; unset FLCE_GEMM"):
+        gradient.add(torch.rand(40, 67), x, valid_tokens_of(40, 40))
 
 
 @pytest.mark.parametrize("tokens, hidden, vocab", [(8192, 896, 151936), (13000, 4096, 32000), (8192, 2304, 256000)])

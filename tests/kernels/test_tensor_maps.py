@@ -8,6 +8,7 @@ import inputs
 import pytest
 import torch
 from interpreter import let_tensor_maps_add
+from marks import IN_INTERPRETER
 from test_triton_interpreter import assert_close, double, logit_options, operands
 
 from flce_ops import aten
@@ -18,10 +19,7 @@ from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 from flce_ops.triton.gemm import device, logits_gemm, padded_features
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 # in tiles of 32x128x32: partial tiles on every side, in matrices that tensor maps can read
 SHAPE = 40, 72, 264

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fresh_process import run_script
+from fresh_process import run_fresh
 
 pytest.importorskip("triton")
 
@@ -30,8 +30,7 @@ for kernel in kernels:
 
 
 def test_no_kernel_is_compiled_again_because_the_number_of_tokens_is_one_or_a_multiple_of_16():
-    done = run_script(SPECIALIZED)
-    assert done.returncode == 0, done.stderr
+    run_fresh(SPECIALIZED)
 
 
 # operands without memory, and every way to launch; `look(kernel, grid, arguments, options)` stands for a launch
@@ -75,10 +74,10 @@ def shard():
     with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **of_rank, **every)
 
 def policy(objective="ppo", beta=number, kl_estimator="k3"):
-    operands = (input, weight, target, None, per_token, per_token, per_token, None, None)
-    options = {"dual_clip": number if objective == "ppo" else None, "beta": beta, "kl_estimator": kl_estimator}
-    clip = {"clip_low": number, "clip_high": number}
-    with_grad.launch_policy_with_grad(*operands, objective=objective, **options, **clip, **every)
+    policy = ".".join(("flce_ops", objective, "old", *([kl_estimator] if beta is not None else [])))
+    bounds = [number] * (3 if objective == "ppo" else 2)
+    tensors = [per_token, per_token, *bounds, *([per_token, number] if beta is not None else [])]
+    with_grad.launch_token_loss_with_grad(input, weight, target, None, policy, tensors, None, **every)
 
 def rows(**options):
     options = {"expected_log_prob": True, **options}
@@ -97,26 +96,6 @@ def logits():
 def sparse():
     loss(gradient_threshold=0.02, gradient_mode="unbiased", gradient_seed=torch.empty((), dtype=torch.int64))
 """
-
-GRIDS = """
-grids = []
-
-def look(kernel, grid, args, options):
-    grids.append((kernel.__name__, grid))
-
-for call in (loss, rows, divergence, logits, sparse):
-    before = len(grids)
-    call()
-    assert len(grids) > before, call
-print(json.dumps([(name, grid) for name, grid in grids if max(grid[1:], default=0) > 65535]))
-"""
-
-
-def test_only_the_first_dimension_of_a_grid_grows_with_the_tokens():
-    """CUDA has room for 65,535 programs in the others."""
-    done = run_script(ON_META + GRIDS, "90", str(2**21 + 5), "64", "150")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
 
 
 OBJECTIVES = """
@@ -152,8 +131,7 @@ assert compiled[-1] == "rows_kernel"
 
 
 def test_kernels_of_objectives_compile_for_a_gpu():
-    done = run_script(ON_META + OBJECTIVES, "90", "256", "64", "1000")
-    assert done.returncode == 0, done.stderr
+    run_fresh(ON_META + OBJECTIVES, "90", "256", "64", "1000")
 
 
 EVERY_KERNEL = """
@@ -180,6 +158,4 @@ KIB = 1 << 10
 # bytes of shared memory that a block may have: A100, H100 and H200, B200, RTX 5090; an RTX 4090 has as few as that
 @pytest.mark.parametrize(("card", "limit"), [(80, 163 * KIB), (90, 227 * KIB), (100, 227 * KIB), (120, 99 * KIB)])
 def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, limit):
-    done = run_script(ON_META + EVERY_KERNEL, str(card), "8192", "512", "32003", str(limit))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {}
+    assert json.loads(run_fresh(ON_META + EVERY_KERNEL, str(card), "8192", "512", "32003", str(limit))) == {}

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from inputs import scalars
+from marks import IN_INTERPRETER
 from reference_divergence import KINDS, KINKED, make_pair
 from reference_loss import error
 from test_gradient_gemms import h200  # noqa: F401  a fixture
@@ -24,10 +25,7 @@ from flce_ops.triton.divergence.fixed_point import from_fixed_point, to_fixed_po
 from flce_ops.triton.divergence.kl_div_chunking import CUTS, chunk_rows, row_numbers, split_chunk
 from flce_ops.triton.steps.gradients import Gradients
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 SHAPE = (37, 35, 24, 131)  # two tiles of rows and three of classes, none of them full
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}

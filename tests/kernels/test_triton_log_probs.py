@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inputs import make_inputs, scalars
+from marks import IN_INTERPRETER
 from reference_loss import error
 from test_triton_interpreter import EVEN, OPTIONS, RAGGED, TOLERANCE, double, logit_options, operands
 
@@ -15,10 +16,7 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 DTYPES = [torch.float32, torch.float16]
 LOGITS = [OPTIONS[0], OPTIONS[1], {"bias": True, "softcap": 4.0, "logit_scale": 0.7}]

@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from marks import IN_INTERPRETER
 from reference_loss import error
 from test_triton_saved_logits import RAGGED, case, gradients
 
@@ -11,10 +12,7 @@ import flce_ops
 from flce_ops.triton import launch_backward, launch_backward_in_place, launch_forward
 from flce_ops.triton.steps.chunking import best_chunking
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 
 @pytest.mark.parametrize(

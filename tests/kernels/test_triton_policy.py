@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 from reference_loss import error
-from reference_policy import make_policy
-from test_policy import KL, OBJECTIVES, inner_options
+from reference_policy import function_of_policy, make_policy
+from test_policy import KL, OBJECTIVES
 
 import flce_ops
-from flce_ops.aten.with_grad import policy_with_grad
+from flce_ops.aten.with_grad import token_loss_with_grad
 from flce_ops.math.reduction import Reduction
 
 pytest.importorskip("triton")
 
-from flce_ops.triton.steps.with_grad import launch_policy_with_grad
+from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
@@ -25,7 +25,7 @@ pytestmark = [
 
 RAGGED = (37, 35, 131)
 TOLERANCE = 6e-6  # float32; twice the error that was seen: a log-probability and its ratio have the same error
-OPERANDS = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
+OPERANDS = ("input", "linear_weight", "target", "linear_bias")
 
 
 def double(value):
@@ -34,10 +34,12 @@ def double(value):
 
 def check(call, options, *, row_scale=None, denominator=None, mask=(True, True, False), tolerance=TOLERANCE, **logits):
     """Compares loss, losses, three gradients and log_probs of the launcher with float64 in ATen."""
-    args = [*(call[name] for name in OPERANDS), row_scale, denominator]
-    keywords = {**inner_options(**options)._asdict(), **logits, "output_mask": list(mask)}
-    exact = policy_with_grad(*map(double, args), **{name: double(value) for name, value in keywords.items()})
-    found = launch_policy_with_grad(*args, **keywords)
+    operands, keywords = [call[name] for name in OPERANDS], {**logits, "output_mask": list(mask)}
+    function, tensors = function_of_policy(call, **options)
+    wide = {name: double(value) for name, value in keywords.items()}
+    of_rows = [*map(double, operands), function, list(map(double, tensors)), double(row_scale), double(denominator)]
+    exact = token_loss_with_grad(*of_rows, **wide)
+    found = launch_token_loss_with_grad(*operands, function, tensors, row_scale, denominator, **keywords)
     for ours, truth in zip(found[1:], exact[1:], strict=True):
         assert ours.shape == truth.shape
         assert error(ours, truth) <= tolerance

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from inputs import make_inputs
+from marks import IN_INTERPRETER
 from reference_loss import error
 from test_triton_interpreter import double, operands
 from test_triton_log_probs import CASES, rescued_operands
@@ -18,10 +19,7 @@ from flce_ops.triton.gemm import backends
 from flce_ops.triton.gemm.device import tiles_for
 from flce_ops.triton.steps.quantized_logits import quantize, quantized_of
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 # Errors of quantized logits alone, twice what was seen. float32 shows them; float16's own rounding hides them.
 TOLERANCE = {torch.float32: 2.5e-4, torch.float16: 1.5e-3}

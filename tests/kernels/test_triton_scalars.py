@@ -9,21 +9,20 @@ without their signs.
 import pytest
 import torch
 from inputs import make_inputs, scalars
+from marks import IN_INTERPRETER
 from reference_divergence import make_pair
+from reference_policy import function_of_policy
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double, logit_options
 
 from flce_ops import aten
 from flce_ops.aten import kl_div as aten_kl_div
-from flce_ops.aten.with_grad import policy_with_grad
+from flce_ops.aten.with_grad import token_loss_with_grad
 from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.divergence import kl_div
-from flce_ops.triton.steps.with_grad import launch_policy_with_grad
+from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-4}
 SHAPE = (37, 35, 131)  # partial tiles on every side
@@ -66,11 +65,10 @@ def test_one_pass(options, mask, poisoned_memory):
 def test_a_policy():
     made = make_inputs(SHAPE, dtype=torch.float32, bias=True, requires_grad=False)
     number = logit_options(OPTIONS[1])
-    call = (*made.args, torch.randn(SHAPE[0]), None, None, torch.rand(SHAPE[0]), None)
-    clip = {"objective": "ppo", "kl_estimator": "k3", "dual_clip": None, "beta": None}
-    clip |= scalars({"clip_low": 0.2, "clip_high": 0.2}, "cpu")
-    asked = {"output_mask": [True] * 3, "scale_gradient": True, **number, **clip}
-    found, exact = launch_policy_with_grad(*call, **asked), policy_with_grad(*double(*call), **asked)
+    function, tensors = function_of_policy({"input": made.input, "advantages": torch.randn(SHAPE[0])})
+    row_scale, asked = torch.rand(SHAPE[0]), {"output_mask": [True] * 3, "scale_gradient": True, **number}
+    found = launch_token_loss_with_grad(*made.args, function, tensors, row_scale, **asked)
+    exact = token_loss_with_grad(*double(*made.args), function, double(*tensors), *double(row_scale), **asked)
     judge((*found[2:5], found[-1]), (*exact[2:5], exact[-1]), size_of_terms(made.input, exact[2:], 0.7), torch.float32)
 
 

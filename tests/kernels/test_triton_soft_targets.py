@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inputs import scalars
+from marks import IN_INTERPRETER
 from reference_loss import error
 from test_soft_targets import make_call
 from test_triton_interpreter import RAGGED, TOLERANCE, double
@@ -14,10 +15,7 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 MASK = [True, True, True]
 OPTIONS = [

@@ -5,6 +5,7 @@
 import inputs
 import pytest
 import torch
+from marks import IN_INTERPRETER
 from reference_loss import dense_logits, error, rows_apart
 
 import flce_ops
@@ -21,10 +22,7 @@ from flce_ops.triton.sparse.sparse_lists import launch_lists
 from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, SparseRows, lists_may_pay
 from flce_ops.triton.steps.chunks import slices
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on hashes that wrap around
-]
+pytestmark = IN_INTERPRETER
 
 
 @pytest.fixture

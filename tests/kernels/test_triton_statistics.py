@@ -5,16 +5,14 @@
 import pytest
 import torch
 from inputs import make_inputs, scalars
+from marks import IN_INTERPRETER
 from test_triton_interpreter import EVEN, RAGGED, double, operands
 
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_forward, launch_with_grad
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on log2(0) and exp2 of large numbers
-]
+pytestmark = IN_INTERPRETER
 
 OF_ROWS = ("lse", "entropy", "log_sum_sq_probs", "mean_logit")
 ASKED = dict.fromkeys(OF_ROWS, True)

@@ -5,6 +5,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from in_worlds import in_worlds
 from process_pool import run_in_world, worlds
 from sharded_inputs import full, mesh_of
 from test_cross_entropy import dense, make_logits, value_and_gradient
@@ -13,12 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import flce_ops
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_sharded_tokens_give_the_loss_and_gradient_of_one_process(world):
-    run_in_world(world, sharded_tokens)
-
-
-def sharded_tokens(device):
+@in_worlds(worlds(2))
+def test_sharded_tokens_give_the_loss_and_gradient_of_one_process(device):
     mesh = mesh_of(device, dist.get_world_size())
     logits, target, options = make_logits((15, 31), device=device, dtype=torch.float64, options={"weight": True})
     # 3 sequences of 5 tokens: uneven shards in either dimension
@@ -48,21 +45,8 @@ def sharded_tokens(device):
         flce_ops.cross_entropy(logits, distribute_tensor(target, mesh, [Shard(0)]))
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_sharded_classes_give_the_loss_and_gradient_of_one_process(world):
-    run_in_world(world, sharded_classes)
-
-
-CLASSES_OPTIONS = {
-    "plain": {},
-    "everything": {
-        **{"weight": True, "token_weight": True, "label_smoothing": 0.1, "z_loss": 0.01},
-        **{"softcap": 3.0, "logit_scale": -0.7, "temperature": 1.3},
-    },
-}
-
-
-def sharded_classes(device):
+@in_worlds(worlds(2))
+def test_sharded_classes_give_the_loss_and_gradient_of_one_process(device):
     mesh = mesh_of(device, dist.get_world_size())
     for classes in (31, 2, 1):  # uneven; one class a rank; no class on the last rank
         for options in CLASSES_OPTIONS.values():
@@ -75,6 +59,15 @@ def sharded_classes(device):
     loss = torch.compile(flce_ops.cross_entropy, fullgraph=True, backend="aot_eager")
     placed = distribute_tensor(logits, mesh, [Shard(-1)])
     torch.testing.assert_close(full(loss(placed, target)), flce_ops.cross_entropy(logits, target))
+
+
+CLASSES_OPTIONS = {
+    "plain": {},
+    "everything": {
+        **{"weight": True, "token_weight": True, "label_smoothing": 0.1, "z_loss": 0.01},
+        **{"softcap": 3.0, "logit_scale": -0.7, "temperature": 1.3},
+    },
+}
 
 
 def test_target_outside_the_classes_of_all_ranks_is_an_index_error():
@@ -105,12 +98,8 @@ def check_sharded_classes(mesh, placements, logits, target, reduction, options):
     assert torch.equal(full(metrics.argmax), torch.where(target >= 0, z, -1))
 
 
-@pytest.mark.parametrize("world", worlds(4))
-def test_tokens_and_classes_may_both_be_sharded(world):
-    run_in_world(world, sharded_both_ways)
-
-
-def sharded_both_ways(device):
+@in_worlds(worlds(4))
+def test_tokens_and_classes_may_both_be_sharded(device):
     mesh = mesh_of(device, 2, dist.get_world_size() // 2)
     logits, target, options = make_logits((15, 31), device=device, dtype=torch.float64, options={"weight": True})
     for placements in ([Shard(0), Shard(2)], [Shard(2), Shard(1)], [Shard(2), Shard(2)]):

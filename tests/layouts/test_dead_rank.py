@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fresh_process import run_script
+from fresh_process import run_fresh
 
 SCRIPT = """
 import json, multiprocessing, os, sys, tempfile
@@ -74,8 +74,6 @@ print(json.dumps(results.get()))
     ],
 )
 def test_the_others_are_told_and_go_on(dies_in, sharded):
-    done = run_script(SCRIPT, dies_in, sharded)
-    assert done.returncode == 0, done.stderr
-    said, right, as_before = json.loads(done.stdout)
+    said, right, as_before = json.loads(run_fresh(SCRIPT, dies_in, sharded))
     assert "gloo" in said.lower() or "connection" in said.lower(), said
     assert right and as_before

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from in_worlds import in_worlds
 from inputs import make_inputs
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from reference_loss import error, run_reference
 from sharded_inputs import (
     ANY,
@@ -62,12 +63,8 @@ def test_a_plain_target_of_batches_holds_all_tokens():
         check_plain_target(torch.zeros(4, 5), Rows())
 
 
-@pytest.mark.parametrize("world", SQUARE)
-def test_two_mesh_dimensions_give_the_loss_and_gradients_of_one_process(world):
-    run_in_world(world, two_dimensions)
-
-
-def two_dimensions(device):
+@in_worlds(SQUARE)
+def test_two_mesh_dimensions_give_the_loss_and_gradients_of_one_process(device):
     mesh = mesh_of(device, 2, dist.get_world_size() // 2)
     every = {"bias": True, "weight": True, "token_weight": True}
     for tokens in ([Shard(0), R], [Shard(0), Shard(1)], [Shard(1), R], [R, R], [R, Shard(0)]):
@@ -86,12 +83,8 @@ def two_dimensions(device):
     check_same_as_one_process(place(inputs, mesh, [R, R], [Shard(0), Shard(0)]), inputs, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("world", worlds(8, gloo=(8,)))
-def test_three_mesh_dimensions_give_the_loss_and_gradients_of_one_process(world):
-    run_in_world(world, three_dimensions)
-
-
-def three_dimensions(device):
+@in_worlds(worlds(8, gloo=(8,)))
+def test_three_mesh_dimensions_give_the_loss_and_gradients_of_one_process(device):
     mesh = mesh_of(device, 2, 2, 2)
     inputs = batch(device, weight=True, token_weight=True)
     placed = place(inputs, mesh, [Shard(0), Shard(1), R], [R, R, Shard(0)])
@@ -101,12 +94,8 @@ def three_dimensions(device):
 # ---------------------------------------------------------------- without DTensor
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_documented_losses_without_dtensor_are_those_of_one_process(world):
-    run_in_world(world, without_dtensor)
-
-
-def without_dtensor(device):
+@in_worlds(ANY)
+def test_documented_losses_without_dtensor_are_those_of_one_process(device):
     page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text()
     (recipe,) = re.findall(r"```python\n(def vocab_parallel_losses.*?)```", page, re.DOTALL)
     namespace = {"torch": torch, "dist": dist}
@@ -129,22 +118,8 @@ def without_dtensor(device):
 # ---------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_mistakes_are_refused_with_what_to_do(world):
-    run_in_world(world, mistakes)
-
-
-def learnt_scale_is_refused(device):
-    inputs = batch(device)
-    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
-    scale = torch.tensor(2.0, device=device, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="gradient of a logit_scale.*DTensors.*detached"):
-        flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale)
-    loss = flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale.detach())
-    assert error(loss, flce_ops.linear_cross_entropy(*inputs.args, logit_scale=2.0)) < TOLERANCE
-
-
-def mistakes(device):
+@in_worlds(worlds(2))
+def test_mistakes_are_refused_with_what_to_do(device):
     learnt_scale_is_refused(device)
     mesh = mesh_of(device, dist.get_world_size())
     other = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
@@ -180,12 +155,18 @@ def mistakes(device):
             loss(inputs.input, inputs.linear_weight.detach().flatten()[:numbers], inputs.target)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_shards_that_are_quantized_are_refused_by_name(world):
-    run_in_world(world, quantized_shards)
+def learnt_scale_is_refused(device):
+    inputs = batch(device)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="gradient of a logit_scale.*DTensors.*detached"):
+        flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale)
+    loss = flce_ops.linear_cross_entropy(*placed.args, logit_scale=scale.detach())
+    assert error(loss, flce_ops.linear_cross_entropy(*inputs.args, logit_scale=2.0)) < TOLERANCE
 
 
-def quantized_shards(device):
+@in_worlds(worlds(2))
+def test_shards_that_are_quantized_are_refused_by_name(device):
     mesh = mesh_of(device, dist.get_world_size())
     for rows in (Shard(0), R):
         whole = place(batch(device), mesh, [R], [rows])
@@ -202,12 +183,8 @@ def quantized_shards(device):
             flce_ops.linear_kl_div(whole.input, weight, whole.input.detach(), shards)
 
 
-@pytest.mark.parametrize("world", worlds(4))
-def test_a_process_outside_the_mesh_is_told_so(world):
-    run_in_world(world, outside_the_mesh)
-
-
-def outside_the_mesh(device):
+@in_worlds(worlds(4))
+def test_a_process_outside_the_mesh_is_told_so(device):
     pair = DeviceMesh(device.type, [0, 1], mesh_dim_names=("pair",))
     inputs = batch(device)
     for tokens, rows in ((Shard(0), R), (R, Shard(0))):
@@ -219,20 +196,3 @@ def outside_the_mesh(device):
             continue
         with pytest.raises(ValueError, match="not part of the mesh"):
             flce_ops.linear_cross_entropy(*operands, inputs.target)
-
-
-@pytest.mark.parametrize("world", worlds(2))
-def test_import_of_the_package_leaves_dtensor_alone(world):
-    run_in_world(world, import_is_lazy)
-
-
-def import_is_lazy(device):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, flce_ops; assert 'torch.distributed.tensor' not in sys.modules; "
-        "flce_ops.VocabParallel(); assert 'torch.distributed.tensor' in sys.modules"
-    )
-    if dist.get_rank() == 0:
-        subprocess.run([sys.executable, "-c", code], check=True)

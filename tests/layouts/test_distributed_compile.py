@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from in_worlds import in_worlds
 from inputs import make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run, run_reference
@@ -45,12 +46,8 @@ def compiled(device, backend):
         check_same_as_one_process(placed, inputs, loss_function, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_every_option_compiles_as_one_graph(world):
-    run_in_world(world, compiled_options)
-
-
-def compiled_options(device):
+@in_worlds(worlds(2))
+def test_every_option_compiles_as_one_graph(device):
     mesh = mesh_of(device, dist.get_world_size())
     # with a sharded vocabulary every option alone; with other layouts losses of tokens, and all options at
     # once
@@ -66,12 +63,8 @@ def compiled_options(device):
     check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs, loss_function)
 
 
-@pytest.mark.parametrize("world", worlds(4))
-def test_two_mesh_dimensions_compile_as_one_graph(world):
-    run_in_world(world, compiled_two_dimensions)
-
-
-def compiled_two_dimensions(device):
+@in_worlds(worlds(4))
+def test_two_mesh_dimensions_compile_as_one_graph(device):
     mesh = mesh_of(device, 2, 2)
     loss_function = torch.compile(flce_ops.linear_cross_entropy, fullgraph=True, backend="aot_eager")
     options = {"softcap": 4.0, "z_loss": 1e-2, "logit_scale": 1.3}
@@ -80,28 +73,8 @@ def compiled_two_dimensions(device):
     check_same_as_one_process(placed, inputs, loss_function, **options)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_no_grad_gives_the_loss(world):
-    run_in_world(world, without_gradients)
-
-
-def without_gradients(device):
-    mesh = mesh_of(device, dist.get_world_size())
-    for tokens, rows in (([Shard(0)], [R]), ([R], [Shard(0)])):
-        inputs = batch(device)
-        placed = place(inputs, mesh, tokens, rows)
-        with torch.no_grad():
-            loss = flce_ops.linear_cross_entropy(*placed.args)
-        assert not loss.requires_grad
-        assert error(full(loss), run_reference(inputs)["loss"]) < TOLERANCE
-
-
-@pytest.mark.parametrize("world", worlds(2))
-def test_inference_mode_gives_the_loss_with_plain_arguments_too(world):
-    run_in_world(world, in_inference_mode)
-
-
-def in_inference_mode(device):
+@in_worlds(worlds(2))
+def test_inference_mode_gives_the_loss_with_plain_arguments_too(device):
     mesh = mesh_of(device, dist.get_world_size())
     try:
         leaf = place(batch(device), mesh, [R], [R]).input
@@ -128,13 +101,9 @@ def in_inference_mode(device):
             assert full(metrics.argmax).shape == inputs.target.shape and full(divergence).abs() < TOLERANCE
 
 
-@pytest.mark.parametrize("world", worlds(2))
+@in_worlds(worlds(2))
 @pytest.mark.parametrize("rows", [R, Shard(0)], ids=["replicated", "sharded"])
-def test_gradients_are_laid_out_as_their_leaves(world, rows):
-    run_in_world(world, gradient_strides, rows)
-
-
-def gradient_strides(device, rows):
+def test_gradients_are_laid_out_as_their_leaves(device, rows):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, vocab=64)
     exact = run_reference(inputs)
@@ -149,12 +118,8 @@ def gradient_strides(device, rows):
     assert error(full(weight.grad), exact["linear_weight"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_frozen_head_or_frozen_trunk_get_only_the_gradient_asked_for(world):
-    run_in_world(world, frozen)
-
-
-def frozen(device):
+@in_worlds(worlds(2))
+def test_frozen_head_or_frozen_trunk_get_only_the_gradient_asked_for(device):
     mesh = mesh_of(device, dist.get_world_size())
     for name in ("input", "linear_weight"):
         for tokens, rows in (([Shard(0)], [R]), ([R], [Shard(0)])):
@@ -199,12 +164,8 @@ def bfloat16(device, autocast, compiled):
             assert error(full(leaf.grad), exact[name]) <= 2 * of_one + 2e-3 * math.log2(2 * mesh.size()), name
 
 
-@pytest.mark.parametrize("world", worlds(2, 4, 8))
-def test_bfloat16_vocabulary_shards_in_several_chunks_are_as_accurate_as_one_process(world):
-    run_in_world(world, bfloat16_in_chunks)
-
-
-def bfloat16_in_chunks(device):
+@in_worlds(worlds(2, 4, 8))
+def test_bfloat16_vocabulary_shards_in_several_chunks_are_as_accurate_as_one_process(device):
     mesh = mesh_of(device, dist.get_world_size())
     for options in OPTIONS:
         inputs = make_inputs((300, D, 509), dtype=torch.bfloat16, bias=True, weight=True, token_weight=True)
@@ -223,12 +184,8 @@ def bfloat16_in_chunks(device):
             assert error(full(leaf.grad), exact[name]) <= allowed, (name, options)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4, 8))
-def test_tokens_whose_loss_is_hundreds_of_nats_stay_finite_and_right(world):
-    run_in_world(world, extreme_logits)
-
-
-def extreme_logits(device):
+@in_worlds(worlds(2, 4, 8))
+def test_tokens_whose_loss_is_hundreds_of_nats_stay_finite_and_right(device):
     """The classes of one rank hold all of the probability, the other ranks' classes none."""
     mesh = mesh_of(device, dist.get_world_size())
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):

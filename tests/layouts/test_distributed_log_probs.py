@@ -2,12 +2,12 @@
 
 # B batch, T tokens of one sequence, N = B T, D hidden, V vocabulary
 
-import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
+from in_worlds import in_worlds
 from inputs import Inputs
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from reference_loss import error
 from sharded_inputs import (
     ANY,
@@ -63,13 +63,9 @@ def check_same_as_one_process(placed: Inputs, inputs: Inputs, names=FLOATS, tole
 # ---------------------------------------------------------------- vocabulary sharded
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @EVERY_SPLIT
-def test_sharded_vocabulary_gives_the_rows_and_gradients_of_one_process(world, vocab):
-    run_in_world(world, sharded_vocabulary, vocab)
-
-
-def sharded_vocabulary(device, vocab):
+def test_sharded_vocabulary_gives_the_rows_and_gradients_of_one_process(device, vocab):
     mesh = mesh_of(device, dist.get_world_size())
     for options in OPTIONS:
         for names in (FLOATS, *([name] for name in FLOATS if not options)):
@@ -83,12 +79,8 @@ def sharded_vocabulary(device, vocab):
     check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs, tolerance=1e-13)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_sharded_vocabulary_takes_tokens_in_any_layout_and_plain_targets(world):
-    run_in_world(world, token_layouts)
-
-
-def token_layouts(device):
+@in_worlds(ANY)
+def test_sharded_vocabulary_takes_tokens_in_any_layout_and_plain_targets(device):
     mesh = mesh_of(device, dist.get_world_size())
     for tokens in (Shard(0), Shard(1)):
         for rows in (Shard(0), R):
@@ -99,12 +91,8 @@ def token_layouts(device):
                 assert found.lse.placements == ((R,) if rows == Shard(0) else (tokens,))
 
 
-@pytest.mark.parametrize("world", SQUARE)
-def test_tokens_and_vocabulary_sharded(world):
-    run_in_world(world, both_sharded)
-
-
-def both_sharded(device):
+@in_worlds(SQUARE)
+def test_tokens_and_vocabulary_sharded(device):
     mesh = mesh_of(device, dist.get_world_size() // 2, 2)
     for vocab in (V, 64, 1):
         inputs = batch(device, vocab=vocab, bias=True)
@@ -114,12 +102,8 @@ def both_sharded(device):
         assert placed.linear_weight.grad.placements == (Partial(), Shard(0))
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_the_first_of_equal_logits_wins_across_ranks(world):
-    run_in_world(world, ties)
-
-
-def ties(device):
+@in_worlds(ANY)
+def test_the_first_of_equal_logits_wins_across_ranks(device):
     mesh = mesh_of(device, dist.get_world_size())
     weight = torch.randint(-1, 2, (V, 3)).float().to(device)
     hidden = torch.randint(-1, 2, (B, T, 3)).float().to(device)
@@ -134,12 +118,8 @@ def ties(device):
         assert torch.equal(full(metrics.argmax), first)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_one_exchange_of_what_was_asked_for(world):
-    run_in_world(world, traffic)
-
-
-def traffic(device):
+@in_worlds(ANY)
+def test_one_exchange_of_what_was_asked_for(device):
     mesh = mesh_of(device, dist.get_world_size())
     for options, numbers in (({}, 3), ({"entropy": True}, 4), ({"argmax": True}, 5), (BOTH, 6)):
         inputs = batch(device, tokens=16)
@@ -157,12 +137,8 @@ def traffic(device):
         assert recorded.calls == []
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_three_gemm_passes_over_the_shard(world):
-    run_in_world(world, count_flops)
-
-
-def count_flops(device):
+@in_worlds(worlds(2, 4))
+def test_three_gemm_passes_over_the_shard(device):
     inputs = batch(device, vocab=64)
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
     with FlopCounterMode(display=False) as counter:
@@ -171,31 +147,8 @@ def count_flops(device):
     assert counter.get_total_flops() == 3 * 2 * B * T * D * 64 // dist.get_world_size()
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_ignored_tokens_give_zero_and_get_no_gradient(world):
-    run_in_world(world, ignored_tokens)
-
-
-def ignored_tokens(device):
-    mesh = mesh_of(device, dist.get_world_size())
-    for rows in (Shard(0), R):
-        inputs = batch(device)
-        ignored = inputs.target == -100
-        placed = place(inputs, mesh, [R if rows == Shard(0) else Shard(1)], [rows])
-        found = flce_ops.linear_log_probs(*placed.args, entropy=True)
-        full(found.log_probs + found.lse + found.entropy).sum().backward()
-        for row in found[:3]:
-            assert not full(row)[ignored].any()
-        assert not full(placed.input.grad)[ignored].any()
-        assert full(placed.input.grad)[~ignored].any(-1).all()
-
-
-@pytest.mark.parametrize("world", ANY)
-def test_padded_classes_behind_a_low_bias_do_not_count(world):
-    run_in_world(world, padded_classes)
-
-
-def padded_classes(device):
+@in_worlds(ANY)
+def test_padded_classes_behind_a_low_bias_do_not_count(device):
     """There are so many padded classes that the last rank has no others: its share of the softmax is 0."""
     size = dist.get_world_size()
     inputs = batch(device)
@@ -210,12 +163,8 @@ def padded_classes(device):
         assert full(found.entropy).isfinite().all()
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_compiled_in_one_graph(world):
-    run_in_world(world, compiled)
-
-
-def compiled(device):
+@in_worlds(worlds(2))
+def test_compiled_in_one_graph(device):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device)
 
@@ -233,33 +182,8 @@ def compiled(device):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_refusals_name_the_function(world):
-    run_in_world(world, refusals)
-
-
-def refusals(device):
-    mesh = mesh_of(device, dist.get_world_size())
-    inputs = batch(device)
-    placed = place(inputs, mesh, [R], [Shard(0)])
-    features = distribute_tensor(inputs.linear_weight.detach(), mesh, [Shard(1)])
-    for args, words in (
-        ((inputs.input, placed.linear_weight, inputs.target), "linear_weight is a DTensor"),
-        ((placed.input, inputs.linear_weight, inputs.target), "linear_weight is a plain tensor"),
-        ((inputs.input, inputs.linear_weight, placed.target), "plain tensors"),
-        ((placed.input, features, placed.target), "sharded along its features"),
-        ((placed.input, placed.linear_weight, inputs.target[:1]), "plain target to hold all tokens"),
-    ):
-        with pytest.raises(ValueError, match=f"linear_log_probs: .*{words}"):
-            flce_ops.linear_log_probs(*args)
-
-
-@pytest.mark.parametrize("world", worlds(2))
-def test_second_derivatives_of_log_probs_and_entropy_are_those_of_one_process(world):
-    run_in_world(world, second_derivatives)
-
-
-def second_derivatives(device):
+@in_worlds(worlds(2))
+def test_second_derivatives_of_log_probs_and_entropy_are_those_of_one_process(device):
     inputs = batch(device, dtype=torch.float64, bias=True)
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
     names = ("input", "linear_weight", "linear_bias")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
+from in_worlds import in_worlds
 from inputs import make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error
@@ -83,12 +84,8 @@ def metrics_of_layout(device, layout):
     assert full(metrics.token_accuracy).isnan()
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_metrics_of_a_sharded_vocabulary_take_no_pass_and_two_numbers_a_token(world):
-    run_in_world(world, cost_of_metrics)
-
-
-def cost_of_metrics(device):
+@in_worlds(worlds(2, 4))
+def test_metrics_of_a_sharded_vocabulary_take_no_pass_and_two_numbers_a_token(device):
     mesh, size = mesh_of(device, dist.get_world_size()), dist.get_world_size()
     inputs = to_device(make_inputs((300, D, 64), bias=True, ignored=0.0), device)
     placed = place(inputs, mesh, [R], [Shard(0)])

@@ -5,6 +5,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from in_worlds import in_worlds
 from inputs import make_inputs, scalars
 from process_pool import run_in_world, worlds
 from reference_loss import error, run_reference
@@ -31,12 +32,8 @@ from flce_ops.aten.with_grad import vocab_parallel_with_grad
 from flce_ops.distributed.layout import layout_of
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_sharded_vocabulary_makes_scalar_gradients_in_one_pass_over_several_chunks(world):
-    run_in_world(world, one_pass_in_chunks)
-
-
-def one_pass_in_chunks(device):
+@in_worlds(worlds(2, 4))
+def test_sharded_vocabulary_makes_scalar_gradients_in_one_pass_over_several_chunks(device):
     mesh = mesh_of(device, dist.get_world_size())
     for options in OPTIONS:
         inputs = to_device(make_inputs((300, D, V), bias=True, weight=True, token_weight=True), device)
@@ -48,12 +45,8 @@ def one_pass_in_chunks(device):
             assert path.op == "linear_cross_entropy_vocab_parallel_with_grad" and path.chunks > 1, path
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_a_step_on_a_sharded_vocabulary_is_three_gemm_passes_over_the_shard(world):
-    run_in_world(world, count_flops)
-
-
-def count_flops(device):
+@in_worlds(worlds(2, 4))
+def test_a_step_on_a_sharded_vocabulary_is_three_gemm_passes_over_the_shard(device):
     inputs = batch(device, vocab=64)
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
     with FlopCounterMode(display=False) as counter:
@@ -61,12 +54,8 @@ def count_flops(device):
     assert counter.get_total_flops() == 3 * 2 * B * T * D * 64 // dist.get_world_size()
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_grad_outputs_and_a_second_backward_scale_the_saved_gradients_once(world):
-    run_in_world(world, second_backward)
-
-
-def second_backward(device):
+@in_worlds(worlds(2))
+def test_grad_outputs_and_a_second_backward_scale_the_saved_gradients_once(device):
     inputs = batch(device)
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
     loss = 3 * flce_ops.linear_cross_entropy(*placed.args)
@@ -127,12 +116,8 @@ def triton_one_pass(device):
                 assert all(error(ours, truth) < tolerance for ours, truth in zip(found[6:], exact[6:]))
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_one_pass_operator_passes_opcheck(world):
-    run_in_world(world, opcheck_one_pass)
-
-
-def opcheck_one_pass(device):
+@in_worlds(worlds(2))
+def test_one_pass_operator_passes_opcheck(device):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = to_device(make_inputs((37, D, 60), bias=True, weight=True, requires_grad=False), device)
     own = slice(30 * mesh.get_local_rank(), 30 * mesh.get_local_rank() + 30)

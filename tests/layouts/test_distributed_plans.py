@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
-from process_pool import run_in_world, worlds
+from in_worlds import in_worlds
+from process_pool import worlds
 from reference_loss import dense_logits, error, run_reference
 from sharded_inputs import ANY, FLOAT, TOLERANCE, D, V, batch, full, mesh_of
 from torch import nn
@@ -41,13 +42,9 @@ def assert_exact(loss, hidden, layout: Placement, linear, exact):
     assert error(full(linear.weight.grad), exact["linear_weight"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @pytest.mark.parametrize("layout", [Replicate(), Shard(1)], ids=["replicated input", "sequence parallel"])
-def test_vocab_parallel_gives_the_loss_and_gradients_of_one_process(world, layout):
-    run_in_world(world, vocab_parallel, layout)
-
-
-def vocab_parallel(device, layout):
+def test_vocab_parallel_gives_the_loss_and_gradients_of_one_process(device, layout):
     mesh = mesh_of(device, dist.get_world_size())
     options = {"label_smoothing": 0.1, "softcap": 6.0, "z_loss": 1e-3}
     for head in (True, False):
@@ -76,13 +73,9 @@ def vocab_parallel(device, layout):
             assert linear.weight.placements == (Shard(0),)
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @pytest.mark.parametrize("layout", [Replicate(), Shard(1)], ids=["replicated input", "sequence parallel"])
-def test_vocab_parallel_takes_normalizers_and_returns_metrics_and_losses_per_token(world, layout):
-    run_in_world(world, arguments_of_forward, layout)
-
-
-def arguments_of_forward(device, layout):
+def test_vocab_parallel_takes_normalizers_and_returns_metrics_and_losses_per_token(device, layout):
     mesh = mesh_of(device, dist.get_world_size())
 
     def sharded(module, inputs):
@@ -111,12 +104,8 @@ def arguments_of_forward(device, layout):
     assert error(per_token(hidden, inputs.target), exact) < TOLERANCE
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_colwise_parallel_on_the_head_takes_targets_by_keyword(world):
-    run_in_world(world, colwise_parallel)
-
-
-def colwise_parallel(device):
+@in_worlds(ANY)
+def test_colwise_parallel_on_the_head_takes_targets_by_keyword(device):
     mesh = mesh_of(device, dist.get_world_size())
     for layout in (Replicate(), Shard(1)):
         inputs = batch(device, tokens=TOKENS)
@@ -130,12 +119,8 @@ def colwise_parallel(device):
         assert_exact(loss, hidden, layout, parent["head"], exact)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_without_targets_the_sharded_head_returns_logits(world):
-    run_in_world(world, logits_of_a_sharded_head)
-
-
-def logits_of_a_sharded_head(device):
+@in_worlds(worlds(2, 4))
+def test_without_targets_the_sharded_head_returns_logits(device):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, tokens=TOKENS)
     exact = dense_logits(inputs.input, inputs.linear_weight, softcap=6.0)
@@ -151,12 +136,8 @@ def logits_of_a_sharded_head(device):
     assert error(full(logits), exact) < TOLERANCE
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_a_sharded_head_compiles_as_one_graph_and_under_checkpoint(world):
-    run_in_world(world, compiled_head)
-
-
-def compiled_head(device):
+@in_worlds(worlds(2, 4))
+def test_a_sharded_head_compiles_as_one_graph_and_under_checkpoint(device):
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, tokens=TOKENS)
     exact = run_reference(inputs)
@@ -180,12 +161,8 @@ def compiled_head(device):
         assert_exact(loss, hidden, Shard(1), head, exact)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_sharded_loss_modules_and_colwise_heads_compile_as_one_graph(world):
-    run_in_world(world, other_modules_compiled)
-
-
-def other_modules_compiled(device):
+@in_worlds(worlds(2))
+def test_sharded_loss_modules_and_colwise_heads_compile_as_one_graph(device):
     mesh = mesh_of(device, dist.get_world_size())
     options = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-2}
     for colwise in (False, True):
@@ -211,12 +188,8 @@ def other_modules_compiled(device):
         assert_exact(loss, hidden, Shard(1), linear, exact)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_vocab_parallel_moves_nothing_of_the_size_of_logits_or_weight(world):
-    run_in_world(world, plan_traffic)
-
-
-def plan_traffic(device):
+@in_worlds(worlds(2))
+def test_vocab_parallel_moves_nothing_of_the_size_of_logits_or_weight(device):
     size = dist.get_world_size()
     inputs = batch(device, tokens=TOKENS)
     head = flce_ops.LinearCrossEntropyHead(D, V, device=device)
@@ -232,12 +205,8 @@ def plan_traffic(device):
     assert recorded.calls == expected, recorded.calls
 
 
-@pytest.mark.parametrize("world", worlds(4))
-def test_vocab_parallel_refuses_what_it_cannot_shard(world):
-    run_in_world(world, plan_mistakes)
-
-
-def plan_mistakes(device):
+@in_worlds(worlds(4))
+def test_vocab_parallel_refuses_what_it_cannot_shard(device):
     mesh = mesh_of(device, dist.get_world_size())
     with pytest.raises(TypeError, match="expected a LinearCrossEntropyLoss or LinearCrossEntropyHead.*ColwiseParallel"):
         parallelize_module(nn.Linear(D, V), mesh, flce_ops.VocabParallel())

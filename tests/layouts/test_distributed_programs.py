@@ -6,16 +6,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from in_worlds import in_worlds
 from process_pool import run_in_world, worlds
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("world", worlds(4, 8))
-def test_example_trains_under_fsdp2_and_tensor_parallelism(world):
-    run_in_world(world, example)
-
-
-def example(device):
+@in_worlds(worlds(4, 8))
+def test_example_trains_under_fsdp2_and_tensor_parallelism(device):
     from examples import train_fsdp2_tp
 
     options = train_fsdp2_tp.parser().parse_args(["--steps", "12", "--context", "32"])

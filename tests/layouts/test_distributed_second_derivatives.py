@@ -5,8 +5,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from in_worlds import in_worlds
 from inputs import Inputs
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from reference_loss import error, plain_loss
 from sharded_inputs import (
     TOLERANCE,
@@ -24,29 +25,9 @@ from torch.torch_version import TorchVersion
 import flce_ops
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_second_derivatives_through_a_sharded_vocabulary(world):
-    run_in_world(world, second_derivatives)
-
-
-def second_derivatives(device):
-    mesh = mesh_of(device, dist.get_world_size())
-    inputs = batch(device, dtype=torch.float64)
-    placed = place(inputs, mesh, [R], [Shard(0)])
-    found = squared_gradient_norm(flce_ops.linear_cross_entropy(*placed.args), placed.input)
-    exact = squared_gradient_norm(flce_ops.linear_cross_entropy(*inputs.args), inputs.input)
-    for leaf, expected in ((placed.input, inputs.input), (placed.linear_weight, inputs.linear_weight)):
-        assert error(full(leaf.grad), expected.grad) < TOLERANCE
-    assert error(full(found), exact) < TOLERANCE
-
-
-@pytest.mark.parametrize("world", worlds(2, 4))
+@in_worlds(worlds(2, 4))
 @pytest.mark.parametrize("function", [torch.square, torch.exp], ids=["square", "exp"])
-def test_second_derivatives_of_functions_of_the_loss(world, function):
-    run_in_world(world, second_derivatives_of_a_function, function)
-
-
-def second_derivatives_of_a_function(device, function):
+def test_second_derivatives_of_functions_of_the_loss(device, function):
     """The gradient that reaches the loss then depends on the loss, so it has a derivative, too."""
     size = dist.get_world_size()
     cases = [(mesh_of(device, size), *layouts) for layouts in (([Shard(0)], [R]), ([R], [Shard(0)]), ([R], [R]))]
@@ -63,12 +44,8 @@ def second_derivatives_of_a_function(device, function):
             assert error(full(placed.leaves[name].grad), expected.grad) < 1e-12, (name, tokens, rows)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_derivatives_of_hidden_states_made_with_the_sharded_head(world):
-    run_in_world(world, dependent_operands)
-
-
-def dependent_operands(device):
+@in_worlds(worlds(2))
+def test_derivatives_of_hidden_states_made_with_the_sharded_head(device):
     """If input depends on linear_weight, that path is counted once, with and without create_graph."""
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, dtype=torch.float64)
@@ -91,13 +68,9 @@ def dependent_operands(device):
         assert error(full(ours), exact) < 1e-12, (name, error(full(ours), exact))
 
 
-@pytest.mark.parametrize("world", worlds(2))
+@in_worlds(worlds(2))
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_rows_of_a_sharded_logit_gradient_add_up_to_zero_at_any_magnitude(world, offset):
-    run_in_world(world, sums_of_sharded_rows, offset)
-
-
-def sums_of_sharded_rows(device, offset):
+def test_rows_of_a_sharded_logit_gradient_add_up_to_zero_at_any_magnitude(device, offset):
     """Each shard's lse is rounded, to 5e-4 at 10^4, but the shards' shares of the softmax add up to 1."""
     mesh = mesh_of(device, dist.get_world_size())
     inputs = batch(device, bias=True)
@@ -108,12 +81,8 @@ def sums_of_sharded_rows(device, offset):
         assert abs(float(full(placed.linear_bias.grad).double().sum())) / inputs.target.numel() < 5e-7, reduction
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_second_derivatives_beside_a_rank_of_padded_classes(world):
-    run_in_world(world, second_derivatives_with_padding)
-
-
-def second_derivatives_with_padding(device):
+@in_worlds(worlds(2))
+def test_second_derivatives_beside_a_rank_of_padded_classes(device):
     inputs = batch(device, dtype=torch.float64, bias=True)
     placed = place(with_padding(inputs, 2, -torch.inf), mesh_of(device, 2), [R], [Shard(0)])
     found = squared_gradient_norm(flce_ops.linear_cross_entropy(*placed.args), placed.input)

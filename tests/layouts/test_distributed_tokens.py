@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
+from in_worlds import in_worlds
 from inputs import make_inputs
-from process_pool import run_in_world, worlds
-from reference_loss import error, run_reference
+from process_pool import worlds
+from reference_loss import error, plain_loss, run_reference
 from sharded_inputs import (
     ANY,
     FLOAT,
@@ -28,7 +29,6 @@ from sharded_inputs import (
 from test_zero_denominators import CASES as ZERO_DENOMINATORS
 from test_zero_denominators import assert_same_kinds
 from test_zero_denominators import make as make_case
-from test_zero_denominators import plain as plain_over_zero
 from test_zero_denominators import run as run_case
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,13 +36,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import flce_ops
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @pytest.mark.parametrize("dim", [0, 1], ids=["data parallel", "sequence or context parallel"])
-def test_sharded_tokens_give_the_loss_and_gradients_of_one_process(world, dim):
-    run_in_world(world, sharded_tokens, dim)
-
-
-def sharded_tokens(device, dim):
+def test_sharded_tokens_give_the_loss_and_gradients_of_one_process(device, dim):
     mesh = mesh_of(device, dist.get_world_size())
     for options in OPTIONS:
         for extra in ({}, {"bias": True, "weight": True, "token_weight": True}):
@@ -55,12 +51,8 @@ def sharded_tokens(device, dim):
     check_same_as_one_process(place(inputs, mesh, [Shard(dim)], [R]), inputs)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_sharded_tokens_send_two_numbers_and_make_gradients_in_one_pass(world):
-    run_in_world(world, sharded_tokens_traffic)
-
-
-def sharded_tokens_traffic(device):
+@in_worlds(ANY)
+def test_sharded_tokens_send_two_numbers_and_make_gradients_in_one_pass(device):
     inputs = batch(device)
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [Shard(0)], [R])
     with RecordCollectives() as recorded:
@@ -73,12 +65,8 @@ def sharded_tokens_traffic(device):
     assert recorded.calls == [], recorded.calls  # d linear_weight stays Partial
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_mean_is_over_valid_tokens_of_all_ranks_when_one_rank_has_none(world):
-    run_in_world(world, one_rank_without_targets)
-
-
-def one_rank_without_targets(device):
+@in_worlds(ANY)
+def test_mean_is_over_valid_tokens_of_all_ranks_when_one_rank_has_none(device):
     size = dist.get_world_size()
     inputs = make_inputs((4 * size, D, V))
     inputs.target[:4] = -100
@@ -86,12 +74,8 @@ def one_rank_without_targets(device):
     check_same_as_one_process(place(inputs, mesh_of(device, size), [Shard(0)], [R]), inputs)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_all_tokens_ignored_gives_nan_mean_and_zero_gradients(world):
-    run_in_world(world, all_ignored)
-
-
-def all_ignored(device):
+@in_worlds(ANY)
+def test_all_tokens_ignored_gives_nan_mean_and_zero_gradients(device):
     mesh = mesh_of(device, dist.get_world_size())
     for tokens, rows in (([Shard(0)], [R]), ([R], [Shard(0)])):
         inputs = batch(device, token_weight=True)
@@ -104,12 +88,8 @@ def all_ignored(device):
             assert not full(leaf.grad).any(), name
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_the_mean_over_no_token_is_nan_as_in_torch(world):
-    run_in_world(world, no_token)
-
-
-def no_token(device):
+@in_worlds(worlds(2))
+def test_the_mean_over_no_token_is_nan_as_in_torch(device):
     mesh = mesh_of(device, dist.get_world_size())
     for tokens, rows in ((Shard(0), R), (R, Shard(0)), (R, R)):
         for needs in (False, True):
@@ -118,17 +98,13 @@ def no_token(device):
             assert full(flce_ops.linear_cross_entropy(*placed.args, reduction="sum")) == 0.0
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_sums_over_zero_are_nan_infinite_and_zero_where_plain_torchs_are(world):
-    run_in_world(world, zero_denominators)
-
-
-def zero_denominators(device):
+@in_worlds(worlds(2))
+def test_sums_over_zero_are_nan_infinite_and_zero_where_plain_torchs_are(device):
     mesh = mesh_of(device, dist.get_world_size())
     for made, options in ZERO_DENOMINATORS.values():
         # all tokens of the first rank are ignored
         inputs = to_device(make_case(**{"ignored": range(5), **made}), device)
-        expected = run_case(plain_over_zero, inputs, **options)
+        expected = run_case(plain_loss, inputs, **options)
         for tokens, rows in ((Shard(0), R), (R, Shard(0))):
             placed = place(inputs, mesh, [tokens], [rows])
             loss = flce_ops.linear_cross_entropy(*placed.args, **placed.options, **options)
@@ -137,12 +113,8 @@ def zero_denominators(device):
             assert_same_kinds(found, expected)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_token_weights_at_ignored_tokens_may_be_anything(world):
-    run_in_world(world, token_weights_at_ignored_tokens)
-
-
-def token_weights_at_ignored_tokens(device):
+@in_worlds(worlds(2))
+def test_token_weights_at_ignored_tokens_may_be_anything(device):
     mesh = mesh_of(device, dist.get_world_size())
     for tokens, rows in ((Shard(0), R), (R, Shard(0))):
         for reduction in ("none", "mean"):
@@ -155,12 +127,8 @@ def token_weights_at_ignored_tokens(device):
             check_same_as_one_process(placed, inputs, reduction=reduction)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_flattened_sequences_keep_their_tokens_apart(world):
-    run_in_world(world, flattened)
-
-
-def flattened(device):
+@in_worlds(ANY)
+def test_flattened_sequences_keep_their_tokens_apart(device):
     """(B, T, D) sharded along T is a strided shard of (B T, D)."""
     size = dist.get_world_size()
     mesh = mesh_of(device, size)

@@ -26,6 +26,7 @@ from against_one_process import (
     shard_with_fsdp2,
     train,
 )
+from in_worlds import in_worlds
 from process_pool import run_in_world, worlds
 from small_transformer import SmallTransformer, make_batches
 from torch import nn
@@ -99,12 +100,8 @@ def fsdp2(device, compiled):
             raise AssertionError(name) from failure
 
 
-@pytest.mark.parametrize("world", worlds(2, 8))
-def test_fsdp2_in_bfloat16_stays_near_one_process_in_float32(world):
-    run_in_world(world, fsdp2_bfloat16)
-
-
-def fsdp2_bfloat16(device):
+@in_worlds(worlds(2, 8))
+def test_fsdp2_in_bfloat16_stays_near_one_process_in_float32(device):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for wrapping, tied, options in (
         ("root", False, {}),
@@ -121,12 +118,8 @@ def fsdp2_bfloat16(device):
         check_same(losses, expected, full_parameters(model), reference, tolerance)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_fsdp_weights_outside_forward_are_refused_with_the_ways_out(world):
-    run_in_world(world, fsdp_mistakes)
-
-
-def fsdp_mistakes(device):
+@in_worlds(worlds(2))
+def test_fsdp_weights_outside_forward_are_refused_with_the_ways_out(device):
     class Outside(SmallTransformer):
         def loss(self, tokens, target):
             return flce_ops.linear_cross_entropy(self.hidden(tokens), self.head.weight, target)
@@ -157,12 +150,8 @@ def fsdp_mistakes(device):
 # ---------------------------------------------------------------- DDP, FSDP1
 
 
-@pytest.mark.parametrize("world", worlds(2, 4, 8, gloo=(2,)))
-def test_ddp_trains_as_one_process(world):
-    run_in_world(world, ddp)
-
-
-def ddp(device):
+@in_worlds(worlds(2, 4, 8, gloo=(2,)))
+def test_ddp_trains_as_one_process(device):
     for options in (
         {},
         {"find_unused_parameters": True},
@@ -190,12 +179,8 @@ def fsdp1(model: nn.Module, device, **options) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(model, device_id=device, **options)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4, 8, gloo=(2,)))
-def test_fsdp1_trains_as_one_process(world):
-    run_in_world(world, fsdp1_training)
-
-
-def fsdp1_training(device):
+@in_worlds(worlds(2, 4, 8, gloo=(2,)))
+def test_fsdp1_trains_as_one_process(device):
     from small_transformer import Block
 
     for use_orig_params in (False, True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
+from in_worlds import in_worlds
 from inputs import Inputs, make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error, plain_loss, run_reference
@@ -32,13 +33,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import flce_ops
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @EVERY_SPLIT
-def test_sharded_vocabulary_gives_the_loss_and_gradients_of_one_process(world, vocab):
-    run_in_world(world, sharded_vocabulary, vocab)
-
-
-def sharded_vocabulary(device, vocab):
+def test_sharded_vocabulary_gives_the_loss_and_gradients_of_one_process(device, vocab):
     mesh = mesh_of(device, dist.get_world_size())
     for options in OPTIONS:
         for extra in ({}, {"bias": True, "weight": True, "token_weight": True}):
@@ -51,12 +48,8 @@ def sharded_vocabulary(device, vocab):
     check_same_as_one_process(place(inputs, mesh, [R], [Shard(0)]), inputs)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_sharded_vocabulary_takes_tokens_in_any_layout(world):
-    run_in_world(world, sharded_vocabulary_token_layouts)
-
-
-def sharded_vocabulary_token_layouts(device):
+@in_worlds(ANY)
+def test_sharded_vocabulary_takes_tokens_in_any_layout(device):
     mesh = mesh_of(device, dist.get_world_size())
     for placement in (Shard(0), Shard(1)):
         inputs = batch(device, token_weight=True, weight=True)
@@ -70,12 +63,8 @@ def sharded_vocabulary_token_layouts(device):
     check_same_as_one_process(placed, inputs)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_every_argument_may_be_placed_by_itself(world):
-    run_in_world(world, mixed_placements)
-
-
-def mixed_placements(device):
+@in_worlds(worlds(2, 4))
+def test_every_argument_may_be_placed_by_itself(device):
     mesh = mesh_of(device, dist.get_world_size())
     for rows in (R, Shard(0)):
         for tokens, targets, factors in (
@@ -99,12 +88,8 @@ def mixed_placements(device):
             check_same_as_one_process(placed, inputs, label_smoothing=0.1, z_loss=1e-2)
 
 
-@pytest.mark.parametrize("world", ANY)
-def test_plain_targets_and_other_plain_arguments_count_as_replicated(world):
-    run_in_world(world, plain_arguments)
-
-
-def plain_arguments(device):
+@in_worlds(ANY)
+def test_plain_targets_and_other_plain_arguments_count_as_replicated(device):
     mesh = mesh_of(device, dist.get_world_size())
     plain = ("target", "weight", "token_weight", "normalizer", "linear_bias")
     for tokens, rows in (([R], [Shard(0)]), ([Shard(1)], [Shard(0)]), ([Shard(0)], [R]), ([Shard(1)], [R])):
@@ -113,23 +98,10 @@ def plain_arguments(device):
         check_same_as_one_process(placed, inputs, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @pytest.mark.parametrize("low", [-1e30, -torch.inf])
 @pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2, "logit_scale": 0.7}, {"reduction": "none"}], ids=str)
-def test_padded_classes_behind_a_low_bias_do_not_change_the_loss(world, options, low):
-    run_in_world(world, padded_classes, options, low)
-
-
-def with_padding(inputs: Inputs, ranks: int, low: float) -> Inputs:
-    """Pads V to a multiple of the number of ranks, as usual; here by so much that the last rank has only padding."""
-    rows = -(-V // (ranks - 1)) * ranks if ranks > 2 else 2 * V
-    device = inputs.linear_weight.device
-    weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
-    bias = torch.cat([inputs.linear_bias.detach(), torch.full((rows - V,), low, device=device)])
-    return Inputs(inputs.input, weight.requires_grad_(), inputs.target, bias.requires_grad_())
-
-
-def padded_classes(device, options, low):
+def test_padded_classes_behind_a_low_bias_do_not_change_the_loss(device, options, low):
     size = dist.get_world_size()
     mesh = mesh_of(device, size)
     inputs = batch(device, vocab=V, bias=True)
@@ -144,12 +116,17 @@ def padded_classes(device, options, low):
         assert error(found[:V], exact[name]) < TOLERANCE and not found[V:].any(), name
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_rows_that_are_switched_off_on_every_rank_are_nan_as_in_torch(world):
-    run_in_world(world, nothing_but_padding)
+def with_padding(inputs: Inputs, ranks: int, low: float) -> Inputs:
+    """Pads V to a multiple of the number of ranks, as usual; here by so much that the last rank has only padding."""
+    rows = -(-V // (ranks - 1)) * ranks if ranks > 2 else 2 * V
+    device = inputs.linear_weight.device
+    weight = torch.cat([inputs.linear_weight.detach(), torch.ones(rows - V, D, device=device)])
+    bias = torch.cat([inputs.linear_bias.detach(), torch.full((rows - V,), low, device=device)])
+    return Inputs(inputs.input, weight.requires_grad_(), inputs.target, bias.requires_grad_())
 
 
-def nothing_but_padding(device):
+@in_worlds(worlds(2))
+def test_rows_that_are_switched_off_on_every_rank_are_nan_as_in_torch(device):
     inputs = batch(device, vocab=64, bias=True)
     inputs.linear_bias.data.fill_(-torch.inf)
     placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
@@ -161,13 +138,9 @@ def nothing_but_padding(device):
         assert full(placed.input.grad).isnan().any()
 
 
-@pytest.mark.parametrize("world", ANY)
+@in_worlds(ANY)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "smoothed"])
-def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(world, options):
-    run_in_world(world, sharded_vocabulary_traffic, options)
-
-
-def sharded_vocabulary_traffic(device, options):
+def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(device, options):
     size = dist.get_world_size()
     mesh = mesh_of(device, size)
     tokens = 2 * 8  # even, so that DTensor adds no padding
@@ -193,12 +166,8 @@ def sharded_vocabulary_traffic(device, options):
             assert recorded.calls == [reduction], recorded.calls
 
 
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_chunks_exchange_their_own_tokens_and_leave_one_input_gradient(world):
-    run_in_world(world, traffic_of_chunks)
-
-
-def traffic_of_chunks(device):
+@in_worlds(worlds(2, 4))
+def test_chunks_exchange_their_own_tokens_and_leave_one_input_gradient(device):
     mesh = mesh_of(device, dist.get_world_size())
     for dtype in (torch.float32, torch.bfloat16):
         tokens = 1200 if device.type == "cuda" else 300  # Triton holds 512 rows at least
@@ -216,12 +185,8 @@ def traffic_of_chunks(device):
         assert recorded.calls == [("all_reduce", tokens * D * dtype.itemsize)], recorded.calls
 
 
-@pytest.mark.parametrize("world", SQUARE)
-def test_two_mesh_dimensions_send_numbers_per_token_and_one_input_gradient(world):
-    run_in_world(world, traffic_of_two_dimensions)
-
-
-def traffic_of_two_dimensions(device):
+@in_worlds(SQUARE)
+def test_two_mesh_dimensions_send_numbers_per_token_and_one_input_gradient(device):
     mesh = mesh_of(device, 2, dist.get_world_size() // 2)
     inputs = make_inputs((32, D, V), ignored=0.0)
     placed = place(to_device(inputs, device), mesh, [Shard(0), R], [R, Shard(0)])

@@ -8,7 +8,8 @@ Mesh dimensions are named after what they shard: "dp" tokens, "tp" the vocabular
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import run_in_world, worlds
+from in_worlds import in_worlds
+from process_pool import worlds
 from reference_divergence import KINDS, leaves, make_pair, run_reference
 from reference_loss import error
 from sharded_inputs import full, mesh_of
@@ -76,13 +77,9 @@ def check_same_as_one_process(placed, pair, **options):
         assert error(full(placed[name].grad), exact) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
+@in_worlds(CPU_PAIR)
 @pytest.mark.parametrize("vocab", [V, 3, 1], ids=["prime", "last rank short", "a rank without classes"])
-def test_sharded_vocabulary_gives_the_divergence_and_gradients_of_one_process(world, vocab):
-    run_in_world(world, sharded_vocabulary, vocab)
-
-
-def sharded_vocabulary(device, vocab):
+def test_sharded_vocabulary_gives_the_divergence_and_gradients_of_one_process(device, vocab):
     mesh = mesh_of(device, dist.get_world_size())
     for options in OPTIONS:
         for made in ({}, {"bias": True, "token_weight": True}):
@@ -95,12 +92,8 @@ def sharded_vocabulary(device, vocab):
     check_same_as_one_process(place(pair, mesh, [R], [Shard(0)]), pair, normalizer=17.5)
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_sharded_tokens_with_a_global_mean(world):
-    run_in_world(world, sharded_tokens)
-
-
-def sharded_tokens(device):
+@in_worlds(CPU_PAIR)
+def test_sharded_tokens_with_a_global_mean(device):
     mesh = mesh_of(device, dist.get_world_size())
     for dim in (0, 1):
         for options in OPTIONS:
@@ -116,12 +109,8 @@ def sharded_tokens(device):
     assert error(full(loss), expected["loss"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_tokens_in_any_layout_beside_a_sharded_vocabulary_and_plain_rows(world):
-    run_in_world(world, token_layouts)
-
-
-def token_layouts(device):
+@in_worlds(CPU_PAIR)
+def test_tokens_in_any_layout_beside_a_sharded_vocabulary_and_plain_rows(device):
     mesh = mesh_of(device, dist.get_world_size())
     for kind, placement in (("forward", Shard(0)), ("jsd", Shard(1))):
         pair = batch(device, token_weight=True)
@@ -130,12 +119,8 @@ def token_layouts(device):
         assert placed["input"].grad.placements == (placement,)
 
 
-@pytest.mark.parametrize("world", SQUARE)
-def test_tokens_and_vocabulary_sharded_over_two_mesh_dimensions(world):
-    run_in_world(world, two_dimensions)
-
-
-def two_dimensions(device):
+@in_worlds(SQUARE)
+def test_tokens_and_vocabulary_sharded_over_two_mesh_dimensions(device):
     mesh = mesh_of(device, 2, dist.get_world_size() // 2)
     for options in OPTIONS:
         pair = batch(device, bias=True, token_weight=True)
@@ -144,12 +129,8 @@ def two_dimensions(device):
         assert placed["linear_weight"].grad.placements == (Partial(), Shard(0))
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_several_chunks_extremes_and_ignored_rows(world):
-    run_in_world(world, chunks_and_extremes)
-
-
-def chunks_and_extremes(device):
+@in_worlds(CPU_PAIR)
+def test_several_chunks_extremes_and_ignored_rows(device):
     mesh = mesh_of(device, dist.get_world_size())
     for kind in KINDS:
         for reduction in ("none", "mean"):
@@ -174,12 +155,8 @@ def chunks_and_extremes(device):
             assert error(full(placed[name].grad), expected[name]) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_the_mean_over_no_token_of_any_rank_is_0(world):
-    run_in_world(world, no_token_counts)
-
-
-def no_token_counts(device):
+@in_worlds(CPU_PAIR)
+def test_the_mean_over_no_token_of_any_rank_is_0(device):
     mesh = mesh_of(device, dist.get_world_size())
     for tokens, vocabulary in (([R], [Shard(0)]), ([Shard(0)], [R])):
         pair = batch(device)
@@ -192,12 +169,8 @@ def no_token_counts(device):
             assert not full(placed[name].grad).any(), name
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_padded_classes_behind_an_infinite_bias(world):
-    run_in_world(world, padded_classes)
-
-
-def padded_classes(device):
+@in_worlds(CPU_PAIR)
+def test_padded_classes_behind_an_infinite_bias(device):
     """There are so many padded classes that the last rank has no others: its maximum is -inf."""
     mesh = mesh_of(device, dist.get_world_size())
     for kind in KINDS:
@@ -216,12 +189,8 @@ def padded_classes(device):
         assert error(found[:V], expected["linear_weight"]) < TOLERANCE and not found[V:].any()
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_half_dtypes_on_a_sharded_vocabulary(world):
-    run_in_world(world, half_dtypes)
-
-
-def half_dtypes(device):
+@in_worlds(CPU_PAIR)
+def test_half_dtypes_on_a_sharded_vocabulary(device):
     mesh = mesh_of(device, dist.get_world_size())
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         for reduction in ("none", "mean"):

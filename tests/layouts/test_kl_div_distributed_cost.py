@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import RecordCollectives
+from in_worlds import in_worlds
 from inputs import scalars
 from process_pool import run_in_world
 from reference_divergence import leaves, make_pair, run_reference
@@ -26,12 +27,8 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(world):
-    run_in_world(world, traffic)
-
-
-def traffic(device):
+@in_worlds(CPU_PAIR)
+def test_sharded_vocabulary_sends_numbers_per_token_and_one_input_gradient(device):
     mesh = mesh_of(device, dist.get_world_size())
     tokens = B * T
     for kind, sums in (("forward", 1), ("reverse", 1), ("jsd", 2)):
@@ -49,12 +46,8 @@ def traffic(device):
             assert recorded.calls == [("all_reduce", FLOAT * tokens * D)], recorded.calls
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_a_step_on_a_sharded_vocabulary_is_four_gemm_passes_over_the_shard(world):
-    run_in_world(world, count_flops)
-
-
-def count_flops(device):
+@in_worlds(CPU_PAIR)
+def test_a_step_on_a_sharded_vocabulary_is_four_gemm_passes_over_the_shard(device):
     pair = batch(device, vocab=64)
     placed = place(pair, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
     with FlopCounterMode(display=False) as counter:
@@ -62,28 +55,8 @@ def count_flops(device):
     assert counter.get_total_flops() == 2 * B * T * (3 * D + E) * 64 // dist.get_world_size()
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_grad_output_and_second_backward(world):
-    run_in_world(world, second_backward)
-
-
-def second_backward(device):
-    pair = batch(device)
-    placed = place(pair, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
-    loss = 3 * flce_ops.linear_kl_div(**placed)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    exact = run_reference(pair, torch.tensor(6.0))
-    for name in leaves(pair):
-        assert error(full(placed[name].grad), exact[name]) < TOLERANCE, name
-
-
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_compiled_on_a_sharded_vocabulary_is_one_graph(world):
-    run_in_world(world, compiled)
-
-
-def compiled(device):
+@in_worlds(CPU_PAIR)
+def test_compiled_on_a_sharded_vocabulary_is_one_graph(device):
     mesh = mesh_of(device, dist.get_world_size())
     for options in ({"kind": "jsd"}, {"reduction": "none"}):
         function = torch.compile(flce_ops.linear_kl_div, fullgraph=True, backend="aot_eager")
@@ -97,12 +70,8 @@ def compiled(device):
             assert error(count * full(placed[name].grad), expected[name]) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_operators_of_a_shard_pass_opcheck(world):
-    run_in_world(world, opcheck_shard)
-
-
-def opcheck_shard(device):
+@in_worlds(CPU_PAIR)
+def test_operators_of_a_shard_pass_opcheck(device):
     mesh = mesh_of(device, dist.get_world_size())
     pair = make_pair((37, D, E, 60), bias=True)
     own = slice(30 * mesh.get_local_rank(), 30 * mesh.get_local_rank() + 30)
@@ -119,12 +88,8 @@ def opcheck_shard(device):
     opcheck(torch.ops.flce.linear_kl_div_with_grad.default, scaled, {**sharing, **mask}, test_utils=checks)
 
 
-@pytest.mark.parametrize("world", CPU_PAIR)
-def test_layouts_that_are_not_supported_are_refused_by_name(world):
-    run_in_world(world, refusals)
-
-
-def refusals(device):
+@in_worlds(CPU_PAIR)
+def test_layouts_that_are_not_supported_are_refused_by_name(device):
     mesh = mesh_of(device, dist.get_world_size())
     pair = batch(device)
 

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import run_in_world, worlds
+from in_worlds import in_worlds
+from process_pool import worlds
 from sharded_inputs import B, R, T, V, batch, mesh_of, place
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -38,12 +39,8 @@ CALLS = {
 CASES = [case for case in product(CALLS, OPTIONS) if case[0] != "a divergence" or case[1] == "batch_invariant"]
 
 
-@pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
-def test_what_a_sharded_vocabulary_does_not_have_is_refused_by_name(world):
-    run_in_world(world, refused)
-
-
-def refused(device):
+@in_worlds(worlds(2, gloo=(2,)))
+def test_what_a_sharded_vocabulary_does_not_have_is_refused_by_name(device):
     mesh = mesh_of(device, dist.get_world_size())
     placed = place(batch(device), mesh, [R], [Shard(0)])
     head = (placed.input, placed.linear_weight)
@@ -72,16 +69,3 @@ def test_the_table_of_refusals_has_the_texts_of_a_sharded_vocabulary():
         call = batch(torch.device("cpu"))
         with pytest.raises(NotImplementedError, match=f"^linear_log_probs: {re.escape(text)}$"):
             refuse("linear_log_probs", call, {feature, "sharded vocabulary"})
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_batch_invariance_on_a_cpu_is_refused_by_name(call):
-    inputs = batch(torch.device("cpu"))
-    function, more = CALLS[call]
-    operands = {
-        "linear_policy_loss": (inputs.input, inputs.linear_weight, inputs.target, torch.ones(B, T)),
-        "linear_kl_div": (inputs.input, inputs.linear_weight, inputs.input.detach(), inputs.linear_weight.detach()),
-    }.get(function, inputs.args[:3])
-    with pytest.raises(NotImplementedError, match=f"^{function}: batch_invariant on a CPU is not implemented"):
-        getattr(flce_ops, function)(*operands, **more, batch_invariant=True)
-    assert flce_ops.linear_cross_entropy(*inputs.args).isfinite()

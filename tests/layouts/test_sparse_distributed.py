@@ -2,10 +2,10 @@
 
 # B x T tokens, D hidden, V vocabulary
 
-import pytest
 import torch
 import torch.distributed as dist
-from process_pool import run_in_world, worlds
+from in_worlds import in_worlds
+from process_pool import worlds
 from reference_loss import error
 from sharded_inputs import R, batch, mesh_of, place
 from torch.distributed.tensor import Shard
@@ -26,12 +26,8 @@ def log_probs(*args, **options):
     return flce_ops.linear_log_probs(*args, **options).log_probs.sum()
 
 
-@pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
-def test_ranks_that_share_the_tokens_draw_for_themselves(world):
-    run_in_world(world, sharded_tokens)
-
-
-def sharded_tokens(device):
+@in_worlds(worlds(2, gloo=(2,)))
+def test_ranks_that_share_the_tokens_draw_for_themselves(device):
     mesh, rank = mesh_of(device, dist.get_world_size()), dist.get_rank()
     sparse = {"gradient_threshold": 2.0**-7, "gradient_mode": "unbiased"}
 

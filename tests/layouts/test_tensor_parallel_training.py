@@ -19,6 +19,7 @@ from against_one_process import (
     reference_losses,
     shard_with_fsdp2,
 )
+from in_worlds import in_worlds
 from process_pool import run_in_world, worlds
 from small_transformer import DIM, SmallTransformer, make_batches
 from torch import nn
@@ -58,12 +59,8 @@ def tensor_parallel(model: SmallTransformer, mesh, *, sequence_parallel: bool, t
         parallelize_module(block, mesh, plan)
 
 
-@pytest.mark.parametrize("world", worlds(2, 4, 8))
-def test_tensor_parallel_model_trains_as_one_process(world):
-    run_in_world(world, tensor_parallel_training)
-
-
-def tensor_parallel_training(device):
+@in_worlds(worlds(2, 4, 8))
+def test_tensor_parallel_model_trains_as_one_process(device):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     for options in (
         {"sequence_parallel": False},
@@ -93,12 +90,8 @@ def train_with_groups_of_one(model, batches) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_compiled_tensor_parallel_model_trains_as_one_process(world):
-    run_in_world(world, compiled_tensor_parallel_training)
-
-
-def compiled_tensor_parallel_training(device):
+@in_worlds(worlds(2))
+def test_compiled_tensor_parallel_model_trains_as_one_process(device):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     for checkpointed in (False, True):
         model, reference = model_and_reference(device, depth=1, checkpointed=checkpointed)
@@ -109,12 +102,8 @@ def compiled_tensor_parallel_training(device):
         check_same(losses, reference_losses(reference, batches), full_parameters(model), reference)
 
 
-@pytest.mark.parametrize("world", worlds(4, 8, gloo=(4, 8)))
-def test_fsdp2_and_hsdp_over_tensor_parallelism_train_as_one_process(world):
-    run_in_world(world, fsdp2_times_tensor_parallel)
-
-
-def fsdp2_times_tensor_parallel(device):
+@in_worlds(worlds(4, 8, gloo=(4, 8)))
+def test_fsdp2_and_hsdp_over_tensor_parallelism_train_as_one_process(device):
     size = dist.get_world_size()
     both = ({"sequence_parallel": True}, {"sequence_parallel": False})
     if size == 4:  # a mesh dimension of one rank, in either place
@@ -137,12 +126,8 @@ def fsdp2_times_tensor_parallel(device):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("world", worlds(4))
-def test_fsdp2_over_tensor_parallelism_checkpointed_compiled_tied_and_in_bfloat16(world):
-    run_in_world(world, variants_of_fsdp2_times_tensor_parallel)
-
-
-def variants_of_fsdp2_times_tensor_parallel(device):
+@in_worlds(worlds(4))
+def test_fsdp2_over_tensor_parallelism_checkpointed_compiled_tied_and_in_bfloat16(device):
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     for checkpointed, compiled, tied, precision, tolerance in (
         (True, False, False, {}, TOLERANCE),

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from inputs import make_inputs
 from reference_loss import dense_logits, error
-from test_compile import compiled
 from test_memory import MiB, peak_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -101,39 +100,6 @@ def test_entry_passes_opcheck(device, probabilities, positions, reduction):
     for tensor in (args[0], args[1], args[3]):
         tensor.requires_grad_()
     opcheck(torch.ops.flce.linear_cross_entropy.default, args, {**call, "reduction": reduction, **EVERYTHING})
-
-
-@pytest.mark.parametrize("positions", [(), (2,)], ids=["one head", "positions"])
-def test_one_graph_for_any_number_of_tokens(device, positions):
-    loss, counter = compiled(flce_ops.linear_cross_entropy)
-    for length in (13, 7, 10):
-        call = make_call(device, positions=positions)
-        call |= {"input": call["input"][:length], "target": call["target"][:length]}
-        found, eager = (
-            run(f, call, reduction="mean", label_smoothing=0.1) for f in (loss, flce_ops.linear_cross_entropy)
-        )
-        assert max(map(error, found, eager)) < 1e-13
-    assert counter.frame_count <= 2
-
-
-def test_func_and_autocast(device):
-    call = make_call(device)
-    hidden, target = (torch.stack([call[name], call[name].flip(0)]) for name in ("input", "target"))
-
-    def loss(function):
-        return lambda x, q: function(x, call["linear_weight"], q)
-
-    ours, theirs = (
-        torch.func.vmap(torch.func.grad(loss(function)))(hidden, target)
-        for function in (flce_ops.linear_cross_entropy, lambda x, w, q: F.cross_entropy(F.linear(x, w), q))
-    )
-    assert error(ours, theirs) < 1e-13
-    for positions in ((), POSITIONS):
-        call = make_call(device, torch.float32, positions=positions)
-        half = {n: t.bfloat16() if n in ("input", "linear_weight", "linear_bias") else t for n, t in call.items()}
-        with torch.autocast(device, torch.bfloat16):
-            found = flce_ops.linear_cross_entropy(**call)
-        assert torch.equal(found, flce_ops.linear_cross_entropy(**half))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -222,38 +222,6 @@ def test_what_ignored_rows_hold_does_not_matter(device, kind, reduction, probs, 
     assert rows.any() and found["input"][~rows].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_all_tokens_ignored(device, reduction, checkpointed, kind):
-    pair = make_pair(device=device, bias=True, token_weight=True)
-    pair["target"].fill_(-100)
-
-    def loss(**arguments):
-        if not checkpointed:
-            return flce_ops.linear_kl_div(**arguments)
-        return torch.utils.checkpoint.checkpoint(flce_ops.linear_kl_div, use_reentrant=False, **arguments)
-
-    found = run(loss, pair, kind=kind, reduction=reduction)
-    value = found.pop("loss")
-    assert not value.any()
-    for name, grad in found.items():
-        assert not grad.any(), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", [False, True])
-def test_no_tokens(device, target, kind):
-    pair = make_pair((0, 5, 3, 7), device=device, bias=True, target=target, token_weight=True)
-    for reduction in REDUCTIONS:
-        found = run(flce_ops.linear_kl_div, pair, kind=kind, reduction=reduction)
-        value = found.pop("loss")
-        assert value.shape == ((0,) if reduction == "none" else ())
-        assert not value.any()
-        for name, grad in found.items():
-            assert not grad.any(), name
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nla"])  # plain torch's acceptance underflows
@@ -345,12 +313,10 @@ def test_a_loss_scale_keeps_small_float16_gradients(device):
             assert error(found[name], expected[name]) < (2e-2 if kind in KINKED else 2e-3), (kind, name)
 
 
-@pytest.mark.parametrize("kind", KINKED)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_where_both_models_agree_nothing_pulls(device, kind, reduction):
-    """Where both models agree, the divergence has a kink. The gradient is exactly 0, the middle of the subgradients,
-    and so is the value.
-    """
+    """Some kinds have a kink there. Their gradient is 0, the middle of the subgradients, and so is the value."""
     pair = make_pair(device=device, bias=True)
     pair |= {f"teacher_{name}": pair[of].detach() for name, of in (("input", "input"), ("weight", "linear_weight"))}
     pair["teacher_bias"] = pair["linear_bias"].detach()

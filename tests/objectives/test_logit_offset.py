@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from in_worlds import in_worlds
 from inputs import make_inputs, scalars
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from reference_loss import error
 from sharded_inputs import R, full, mesh_of
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -127,12 +128,8 @@ def test_the_kernel_of_given_logits_keeps_their_digits(options, classes, padded)
     assert error(found, exact) <= 4e-7
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_ranks_that_share_the_classes_keep_the_digits(world):
-    run_in_world(world, sharded_classes)
-
-
-def sharded_classes(device):
+@in_worlds(worlds(2))
+def test_ranks_that_share_the_classes_keep_the_digits(device):
     mesh = mesh_of(device, dist.get_world_size())
     for options in [{}, *OPTIONS]:
         *operands, made = problem(3000.0, options)
@@ -155,12 +152,8 @@ def sharded_classes(device):
             assert error(full(found), exact) <= 4 * error(plain, exact) + 3e-7, (options, reduction)
 
 
-@pytest.mark.parametrize("world", worlds(1, 2, 4, gloo=(1, 2, 4)))
-def test_metrics_of_ranks_that_share_the_classes_keep_their_digits(world):
-    run_in_world(world, metrics_of_sharded_classes)
-
-
-def metrics_of_sharded_classes(device):
+@in_worlds(worlds(1, 2, 4, gloo=(1, 2, 4)))
+def test_metrics_of_ranks_that_share_the_classes_keep_their_digits(device):
     mesh = mesh_of(device, dist.get_world_size())
     *operands, _ = problem(3000.0, {})
     x, w, target, bias = (t.to(device) for t in operands)

@@ -9,15 +9,15 @@ import math
 import pytest
 import torch
 from reference_loss import error
-from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy, token_losses
+from reference_policy import cancellation, function_of_policy, make_policy, plain_policy_loss, run_policy, token_losses
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.valid_tokens import with_zeroed_rows
-from flce_ops.aten.with_grad import policy_with_grad
-from flce_ops.meta.arguments import PolicyWithGrad
+from flce_ops.aten.with_grad import token_loss_with_grad
+from flce_ops.meta.arguments import TokenLossWithGrad
 from flce_ops.meta.outputs import outputs as outputs_of
-from flce_ops.objectives.policy import KL_ESTIMATORS, Policy, PolicyOptions, PolicyTokens
+from flce_ops.objectives.policy import KL_ESTIMATORS, PolicyNumbers, PolicyTokens, policy_of
 
 RAGGED = (61, 33, 97)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -33,20 +33,13 @@ OBJECTIVES = {
 KL = [{}, *({"beta": 0.3, "kl_estimator": name} for name in KL_ESTIMATORS)]
 
 
-def inner_options(objective="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, beta=None, kl_estimator="k3"):
-    numbers = [None if n is None else torch.tensor(n, dtype=torch.float64) for n in (clip_low, clip_high, dual_clip)]
-    beta = None if beta is None else torch.tensor(beta, dtype=torch.float64)
-    return PolicyOptions(objective, *numbers, beta, kl_estimator)
-
-
 def losses_and_slopes(log_probs, tokens, options):
-    """The losses, and their slopes by the log-probability (the target's logit minus lse), each with its own graph."""
-    policy = Policy(options, tokens)
-    losses, _ = policy.losses_and_slopes(-log_probs, log_probs, None)
-    _, slopes = policy.losses_and_slopes(-log_probs, log_probs, None)
-    by_target_logit, by_lse = slopes
-    torch.testing.assert_close(by_lse, -by_target_logit)
-    return losses, by_target_logit
+    """The losses, and their slopes by the log-probability, each with its own graph."""
+    function, tensors = policy_of("linear_policy_loss", PolicyNumbers(**options), tokens, log_probs)
+    log_probs = log_probs if log_probs.requires_grad else log_probs.clone().requires_grad_()
+    losses = function.losses([log_probs], tensors)
+    _, slopes = function.losses_and_slopes(log_probs, None, tensors, create_graph=True)
+    return losses, slopes.log_prob
 
 
 # ---------------------------------------------------------------- the loss of a token
@@ -64,7 +57,7 @@ def test_slopes_are_the_derivative_of_the_losses_which_are_the_plain_formula(obj
     for old in (others[1], None):
         tokens = PolicyTokens(advantage, old, others[2])
         plain = token_losses(log_probs, advantage, old, others[2], **options)
-        losses, slopes = losses_and_slopes(log_probs, tokens, inner_options(**options))
+        losses, slopes = losses_and_slopes(log_probs, tokens, options)
         torch.testing.assert_close(losses, plain)
         (exact,) = torch.autograd.grad(plain.sum(), log_probs, create_graph=True)
         (found,) = torch.autograd.grad(losses.sum(), log_probs, create_graph=True)
@@ -80,7 +73,7 @@ def test_bounds_belong_to_the_inside():
     """At a ratio equal to its bound, the derivative is 1, as for torch's clamp."""
     bounds = torch.tensor([0.75, 1.25, 4.0], dtype=torch.float64)
     advantage = torch.tensor([-1.0, 1.0, -1.0], dtype=torch.float64)
-    options = inner_options(clip_low=0.25, clip_high=0.25, dual_clip=4.0)
+    options = {"clip_low": 0.25, "clip_high": 0.25, "dual_clip": 4.0}
     log_probs = bounds.log()
     exactly = log_probs.exp() == bounds
     _, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, torch.zeros_like(bounds)), options)
@@ -96,7 +89,7 @@ def test_an_overflowing_ratio_gives_the_plain_value_and_a_clipped_token_no_gradi
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
     advantage, old = torch.tensor([2.0, -2.0]), torch.tensor([-101.0, -101.0])
     plain = token_losses(log_probs, advantage, old, None, **options)
-    losses, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, old), inner_options(**options))
+    losses, slopes = losses_and_slopes(log_probs, PolicyTokens(advantage, old), options)
     torch.testing.assert_close(losses, plain.double(), check_dtype=False)
     (found,) = torch.autograd.grad(losses.sum(), log_probs)
     torch.testing.assert_close(found.double(), slopes, check_dtype=False)
@@ -163,7 +156,7 @@ def test_one_pass_and_recomputing_agree(device):
     with flce_ops.workspace(1):
         found = run_policy(flce_ops.linear_policy_loss, call, **options)
         if device == "cpu":
-            assert flce_ops.last_path().op == "linear_policy_loss_with_grad" and flce_ops.last_path().chunks > 1
+            assert flce_ops.last_path().op == "linear_token_loss_with_grad" and flce_ops.last_path().chunks > 1
     for name, result in found.items():
         assert error(result, expected[name]) < 1e-13, name
 
@@ -224,12 +217,13 @@ def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
     ignored = call["target"] == -100
     for name in ("input", "advantages", "old_log_probs", "ref_log_probs"):
         call[name][ignored] = math.nan
-    names = ("input", "linear_weight", "target", "linear_bias", "advantages", "old_log_probs", "ref_log_probs")
-    options = inner_options(beta=0.1)._asdict() | {"output_mask": [True, True, True]}
-    inner = PolicyWithGrad.bind(*(call[name] for name in names), None, **options)
+    names = ("input", "linear_weight", "target", "linear_bias")
+    function, tensors = function_of_policy(call, beta=0.1)
+    operands = [call[name] for name in names]
+    inner = TokenLossWithGrad.bind(*operands, function, tensors, None, output_mask=[True, True, True])
     outputs = outputs_of(inner)
-    with_zeroed_rows(inspect.unwrap(policy_with_grad), inner, outputs, PolicyWithGrad.fills, ignored)
-    for found, expected in zip(outputs, policy_with_grad(inner), strict=True):
+    with_zeroed_rows(inspect.unwrap(token_loss_with_grad), inner, outputs, TokenLossWithGrad.fills, ignored)
+    for found, expected in zip(outputs, token_loss_with_grad(inner), strict=True):
         assert error(found, expected) < 1e-12
 
 

@@ -5,7 +5,7 @@
 import pytest
 import torch
 from reference_loss import error
-from reference_policy import cancellation, make_policy, plain_policy_loss, run_policy
+from reference_policy import cancellation, function_of_policy, make_policy, plain_policy_loss, run_policy
 from test_policy import RAGGED, UNIT
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -20,7 +20,7 @@ def test_three_gemm_passes(device):
     with FlopCounterMode(display=False) as flops:
         flce_ops.linear_policy_loss(**leaves).loss.backward()
     assert flops.get_total_flops() == 3 * 2 * 256 * 16 * 61
-    assert flce_ops.last_path().op == "linear_policy_loss_with_grad"
+    assert flce_ops.last_path().op == "linear_token_loss_with_grad"
     half = {name: t.half() if name in ("input", "linear_weight") else t for name, t in leaves.items()}
     for call in (leaves | {"reduction": "none"}, half):
         flce_ops.linear_policy_loss(**call)
@@ -105,9 +105,7 @@ def test_opcheck(device, options):
     names = ("input", "linear_weight", "target", "advantages", "old_log_probs", "ref_log_probs", "linear_bias")
     args = [leaves[name] for name in names]
     opcheck(torch.ops.flce.linear_policy_loss.default, args, options | {"token_weight": leaves.get("token_weight")})
-    clip, beta = torch.tensor([0.2, 0.1], device=device).unbind()
-    numbers = {"clip_low": clip, "clip_high": clip, "dual_clip": None, "beta": beta, "kl_estimator": "k1"}
-    inner = {"objective": "ppo", **numbers, "output_mask": [True, True, False]}
+    function, tensors = function_of_policy(leaves, beta=0.1, kl_estimator="k1")
     row_scale = torch.rand(12, device=device) if options else None
-    args = [*args[:3], None, *args[3:6], row_scale]
-    opcheck(torch.ops.flce.linear_policy_loss_with_grad.default, args, inner)
+    args = [*args[:3], None, function, tensors, row_scale]
+    opcheck(torch.ops.flce.linear_token_loss_with_grad.default, args, {"output_mask": [True, True, False]})

@@ -5,11 +5,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fresh_process import run_script
+from fresh_process import run_fresh
 from inputs import make_inputs
 from reference_loss import dense_logits, error, reference_loss
 from test_memory import MiB, peak_on_cpu
-from test_tensor_kinds import Quantized
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -241,19 +240,6 @@ def test_one_call_for_each_temperature_rounds_nothing_and_takes_a_softcap(dtype)
 # ---------------------------------------------------------------- a quantized head
 
 
-def test_a_quantized_head_is_dequantized_by_the_caller():
-    """The refusal names the method; tests/sources/test_tensor_kinds.py has every kind of weight."""
-    inputs = make_inputs(SHAPE)
-    quantized = Quantized(inputs.linear_weight.detach())
-    with pytest.raises(TypeError, match=r"linear_weight to be a dense tensor.*pass linear_weight\.dequantize\(\)"):
-        flce_ops.linear_cross_entropy(inputs.input, quantized, inputs.target)
-    loss = flce_ops.linear_cross_entropy(inputs.input, quantized.dequantize(), inputs.target)
-    dense = F.cross_entropy(F.linear(inputs.input, quantized.dequantize()), inputs.target)
-    torch.testing.assert_close(loss, dense)
-    ours, theirs = (torch.autograd.grad(of, inputs.input)[0] for of in (loss, dense))
-    assert error(ours, theirs) < 1e-5
-
-
 # ---------------------------------------------------------------- an exported program
 
 
@@ -275,8 +261,7 @@ except Exception:
 args, expected = torch.load(sys.argv[2])
 torch.testing.assert_close(torch.export.load(sys.argv[1]).module()(*args), expected)
 """
-    done = run_script(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
-    assert done.returncode == 0, done.stderr
+    run_fresh(script, str(tmp_path / "loss.pt2"), str(tmp_path / "expected.pt"))
 
 
 # ---------------------------------------------------------------- refusals that name a recipe

@@ -4,7 +4,6 @@
 
 import pytest
 import torch
-from counting_backend import CountingBackend
 from inputs import RAGGED, make_inputs
 from reference_loss import dense_logits, error, run
 from torch.library import opcheck
@@ -185,52 +184,6 @@ def test_the_operators_through_opcheck(device, reduction):
     else:
         asked = {"log_sum_sq_probs": True, "mean_logit": True}
         opcheck(flce.linear_cross_entropy_forward.default, inputs.args, asked)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiled_in_one_graph(device, reduction):
-    inputs = make_inputs((24, 11, 31), device=device, dtype=torch.float64)
-    ours(*inputs.args, reduction=reduction, z_loss=0.1)
-    backend = CountingBackend()
-
-    def step(*args):
-        return flce_ops.linear_cross_entropy(*args, reduction=reduction, z_loss=0.1, return_metrics=NAMES)
-
-    loss, found = torch.compile(step, fullgraph=True, backend=backend)(*inputs.args)
-    loss.sum().backward()
-    assert backend.flops == 3 * 2 * 24 * 11 * 31
-    for name, values in ours.last.items():
-        torch.testing.assert_close(found[name], values)
-
-
-def test_autocast_and_vmap(device):
-    inputs = make_inputs((24, 11, 31), device=device, bias=True, requires_grad=False)
-    with torch.autocast(device, torch.bfloat16):
-        ours(*inputs.args)
-    found = ours.last
-    ours(*inputs.clone(torch.bfloat16).args)
-    assert all(torch.equal(found[name], ours.last[name]) for name in NAMES)
-
-    def of(hidden, target):
-        return flce_ops.linear_cross_entropy(hidden, inputs.linear_weight, target, return_metrics=OF_ROWS)
-
-    hidden, target = inputs.input.view(4, 6, 11), inputs.target.view(4, 6)
-    _, batched = torch.func.vmap(of)(hidden, target)
-    _, flat = of(hidden, target)
-    for name in OF_ROWS:
-        torch.testing.assert_close(batched[name], flat[name])
-
-
-def test_exported(device):
-    class Model(torch.nn.Module):
-        def forward(self, *args):
-            loss, metrics = flce_ops.linear_cross_entropy(*args, softcap=5.0, z_loss=0.1, return_metrics=NAMES)
-            return loss, *metrics.values(), *flce_ops.linear_log_probs(*args, return_metrics=OF_LOG_PROBS)[1].values()
-
-    inputs = make_inputs((9, 11, 31), device=device, bias=True, requires_grad=False)
-    program = torch.export.export(Model(), inputs.args)
-    for one, other in zip(program.module()(*inputs.args), Model()(*inputs.args), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 # ---------------------------------------------------------------- refusals

@@ -1,8 +1,8 @@
 """Sums divided by 0, inf and nan, or over nothing, give nan, infinities and zeros where plain torch does.
 
-Plain torch means F.cross_entropy if it has the arguments, otherwise losses.sum() / normalizer, with losses of 0 for
-ignored tokens. A row's softmax subtracts the sum of its gradient, so with a denominator of 0 the target's entry is inf
-- inf.
+Plain torch means F.cross_entropy's losses, 0 for ignored tokens, and losses.sum() / the weights of the classes that
+count, as its own mean is, or / normalizer. A row's softmax subtracts the sum of its gradient, so with a denominator of
+0 the target's entry is inf - inf.
 """
 
 # N tokens, D hidden, V vocabulary
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from inputs import Inputs, scalars
 from reference_divergence import KINDS, KINKED
+from reference_loss import plain_loss
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
@@ -62,28 +63,6 @@ CASES = {
 }
 
 
-def plain(input, linear_weight, target, linear_bias, *, weight=None, token_weight=None, normalizer=None, **options):
-    z_loss, softcap = options.pop("z_loss", 0.0), options.pop("softcap", None)
-    logits = F.linear(input, linear_weight, linear_bias)
-    if token_weight is None and normalizer is None:
-        return F.cross_entropy(logits, target, weight=weight, **options)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    reduction = options.pop("reduction", "mean")
-    losses = F.cross_entropy(logits, target, weight=weight, reduction="none", **options)
-    if z_loss:
-        losses = losses + z_loss * logits.logsumexp(-1).square()
-    if token_weight is not None:
-        losses = losses * token_weight
-    valid = target != -100
-    losses = torch.where(valid, losses, 0.0)
-    if reduction == "none":
-        return losses
-    if reduction == "sum" and normalizer is None:
-        return losses.sum()
-    return losses.sum() / (valid.sum() if normalizer is None else normalizer)
-
-
 def with_metrics(*args, **options):
     return flce_ops.linear_cross_entropy(*args, return_metrics=True, **options)[0]
 
@@ -123,7 +102,7 @@ def test_loss_and_gradients_are_nan_infinite_and_zero_where_plain_torchs_are(cas
         made = {name: value for name, value in made.items() if name != "normalizer"}
     inputs = make(**made)
     options = {**options, "reduction": reduction}
-    assert_same_kinds(run(PATHS[path], inputs, **options), run(plain, inputs, **options))
+    assert_same_kinds(run(PATHS[path], inputs, **options), run(plain_loss, inputs, **options))
 
 
 @pytest.mark.parametrize("case", ["a normalizer of 0 and signs", "class weights 0, smoothed", "no token"])
@@ -131,13 +110,13 @@ def test_compiled_they_are_too(case):
     made, options = CASES[case]
     inputs = make(**made)
     compiled = torch.compile(flce_ops.linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    assert_same_kinds(run(compiled, inputs, **options), run(plain, inputs, **options))
+    assert_same_kinds(run(compiled, inputs, **options), run(plain_loss, inputs, **options))
 
 
 def test_a_normalizer_of_0_gets_the_gradient_of_the_quotient():
     inputs = make(normalizer=0.0)
     inputs.normalizer.requires_grad_()
-    assert_same_kinds(run(flce_ops.linear_cross_entropy, inputs), run(plain, inputs))
+    assert_same_kinds(run(flce_ops.linear_cross_entropy, inputs), run(plain_loss, inputs))
 
 
 def plain_divergence(input, linear_weight, teacher_input, teacher_weight, kind, target, normalizer, reduction):

@@ -123,14 +123,15 @@ def test_links_become_links_between_pages_or_text_and_code_is_left_alone():
     assert pages.on_page_markdown(text + code, page=None) == expected + code
 
 
-@pytest.mark.parametrize("name", ["quickstart", "paths", "policy_loss"])
+@pytest.mark.parametrize("name", ["README", *(f"docs/{page}" for page in "index quickstart paths policy_loss".split())])
 def test_code_of_the_page_runs(name):
     names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"{name}.md").read_text(), re.DOTALL)
     assert blocks
     try:
         for block in blocks:
-            exec(block, names)
+            if "transformers" not in block or importlib.util.find_spec("transformers"):  # CI installs it
+                exec(block, names)
     finally:
         budgets._temporary.set(None)
         budgets._retained.set(None)

@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -27,19 +26,6 @@ def test_names_and_defaults_are_torchs_but_for_what_the_api_page_names():
     assert list(ours)[:3] == list(theirs)[:3] == ["input", "linear_weight", "target"]
 
 
-def test_ignore_index_of_none_is_the_default():
-    input, weight, target = torch.randn(9, 5), torch.randn(7, 5), torch.randint(7, (9,))
-    target[3] = -100
-    loss = flce_ops.linear_cross_entropy(input, weight, target)
-    assert torch.equal(flce_ops.linear_cross_entropy(input, weight, target, ignore_index=None), loss)
-
-
-def test_linear_bias_may_be_passed_by_position():
-    input, weight, bias, target = torch.randn(9, 5), torch.randn(7, 5), torch.randn(7), torch.randint(7, (9,))
-    by_name = flce_ops.linear_cross_entropy(input, weight, target, linear_bias=bias)
-    assert torch.equal(flce_ops.linear_cross_entropy(input, weight, target, bias), by_name)
-
-
 def test_the_head_is_constructed_as_linear_but_without_a_bias():
     """README, A module: parameters and state dict are nn.Linear's; there is no bias unless asked for."""
     ours, theirs = (inspect.signature(made).parameters for made in (flce_ops.LinearCrossEntropyHead, nn.Linear))
@@ -51,18 +37,3 @@ def test_the_head_is_constructed_as_linear_but_without_a_bias():
         shapes = [{name: value.shape for name, value in module.state_dict().items()} for module in (head, linear)]
         assert shapes[0] == shapes[1]
     assert list(flce_ops.LinearCrossEntropyHead(5, 7).state_dict()) == ["weight"]
-
-
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch 2.13 has the module")
-@pytest.mark.parametrize("out_features", [(), (2, 3)])
-def test_the_losss_state_dict_is_torchs(out_features):
-    shapes = [
-        {
-            name: value.shape
-            for name, value in module(5, 7, out_features=out_features, bias=True, weight=torch.rand(7))
-            .state_dict()
-            .items()
-        }
-        for module in (flce_ops.LinearCrossEntropyLoss, nn.LinearCrossEntropyLoss)
-    ]
-    assert shapes[0] == shapes[1]

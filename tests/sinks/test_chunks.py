@@ -77,32 +77,6 @@ def test_weight_gradient_is_not_rounded_once_a_chunk(device, dtype):
     assert path.chunks >= 8, path
 
 
-def test_workspace_is_settable_and_restored():
-    before = flce_ops.get_workspace()
-    assert before == 512 * 2**20
-    with flce_ops.workspace(2**22):
-        assert flce_ops.get_workspace() == 2**22
-        with flce_ops.workspace(2**21):
-            assert flce_ops.get_workspace() == 2**21
-        assert flce_ops.get_workspace() == 2**22
-    assert flce_ops.get_workspace() == before
-    with pytest.raises(ZeroDivisionError), flce_ops.workspace(2**22):
-        raise ZeroDivisionError
-    assert flce_ops.get_workspace() == before
-    flce_ops.set_workspace(2**24)
-    try:
-        assert flce_ops.get_workspace() == 2**24
-    finally:
-        flce_ops.set_workspace(before)
-
-
-@pytest.mark.parametrize("bytes", [0, -1])
-def test_workspace_that_is_not_positive_is_refused(bytes):
-    with pytest.raises(ValueError, match="workspace"):
-        flce_ops.set_workspace(bytes)
-    assert flce_ops.get_workspace() == 512 * 2**20
-
-
 @pytest.mark.parametrize("retained", [-1, True, 1.5])
 def test_saved_logits_of_no_number_of_bytes_are_refused(retained):
     with pytest.raises(ValueError, match="expected retained to be a number of bytes"):

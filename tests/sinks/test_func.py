@@ -98,26 +98,6 @@ def test_vmap(device, in_dims, reduction):
     assert error(found, expected) < TIGHT
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "everything"])
-def test_vmap_of_grad_gives_gradients_per_sample(device, options, reduction):
-    inputs = example(device, (20, 7, 31), weight=bool(options))
-    batch = inputs.input.view(4, 5, 7), inputs.target.view(4, 5)
-
-    def per_sample(function):
-        def loss(linear_weight, linear_bias, input, target):
-            return function(
-                input, linear_weight, target, linear_bias, weight=inputs.weight, reduction=reduction, **options
-            )
-
-        return vmap(grad(loss, argnums=(0, 1, 2)), in_dims=(None, None, 0, 0))(
-            inputs.linear_weight, inputs.linear_bias, *batch
-        )
-
-    inputs.target[::5] = 3  # every sample has a token that is not ignored
-    assert_close(per_sample(flce_ops.linear_cross_entropy), per_sample(reference_loss))
-
-
 def test_autograd_through_vmap(device):
     inputs = example(device, (20, 7, 31))
     inputs.target[::5] = 3

@@ -7,8 +7,9 @@ import functools
 
 import pytest
 import torch
+from in_worlds import in_worlds
 from inputs import RAGGED, make_inputs
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from reference_loss import error, plain_loss, run, run_reference
 from test_checkpoint import COMPILABLE, WAYS
 from test_memory import MiB, peak_on_cpu, peak_on_cuda
@@ -70,7 +71,7 @@ def test_the_gradient_is_added_and_the_others_are_autograds(device, name, reduct
 def test_tokens_whose_logits_are_saved_take_three_passes_and_others_four(rows):
     inputs = make_inputs(RAGGED)
     N, D, V = RAGGED
-    row_bytes = 2 * flce_ops.meta.saved_columns(V, torch.float32)
+    row_bytes = 2 * flce_ops.math.options.saved_columns(V, torch.float32)
     main_grad = buffer_of(inputs)
     with (
         flce_ops.workspace(1 << 20, retained=-(-rows // 128) * 128 * row_bytes),
@@ -371,12 +372,8 @@ class Head(nn.Module):
         return flce_ops.linear_cross_entropy(input * self.scale, self.weight, target, reduction="sum", **options)
 
 
-@pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
-def test_buffers_of_data_parallel_ranks_sum_to_the_gradient(world):
-    run_in_world(world, data_parallel)
-
-
-def data_parallel(device):
+@in_worlds(worlds(2, gloo=(2,)))
+def test_buffers_of_data_parallel_ranks_sum_to_the_gradient(device):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

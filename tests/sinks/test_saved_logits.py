@@ -9,9 +9,7 @@ import torch
 from counting_backend import CountingBackend
 from inputs import make_inputs
 from reference_loss import error, run, run_reference
-from test_checkpoint import WAYS
 from test_memory import MiB, peak_of, results
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
@@ -110,20 +108,6 @@ def test_freed_after_backward_and_kept_by_retain_graph():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="freed"):
         _ = rows[1].grad_fn.saved_tensors
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpointed_regions(way):
-    """Only a reentrant region runs its second forward as an ordinary one, directly before backward."""
-    inputs = make_inputs((N, D, V), dtype=torch.float64)
-    expected = run(losses, inputs)
-
-    def step():
-        return run(lambda *args: checkpoint(losses, *args, **WAYS[way]), inputs)
-
-    for name, gradient in step().items():
-        assert error(gradient, expected[name]) < 1e-13, name
-    assert passes(step) == {"reentrant": 4, "non_reentrant": 5}.get(way, 4)
 
 
 def test_second_derivatives_and_transforms_are_those_without():

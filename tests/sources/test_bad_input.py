@@ -10,7 +10,6 @@ import io
 import numpy
 import pytest
 import torch
-from inputs import make_inputs
 
 import flce_ops
 from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss, VocabParallel
@@ -34,7 +33,6 @@ CASES = [
     ("input without dimensions", {"input": torch.randn(())}, ValueError, ["input", r"\(\.\.\., D\)", "0-d"]),
     ("integer input", {"input": torch.ones(N, D, dtype=torch.int64)}, TypeError, ["input", "float", "int64"]),
     ("float8 input", {"input": torch.randn(N, D).to(torch.float8_e4m3fn)}, TypeError, ["input", "float32", "float8"]),
-    ("complex input", {"input": torch.randn(N, D, dtype=torch.complex64)}, TypeError, ["input", "complex64"]),
     ("weight of rank 1", {"linear_weight": torch.randn(V * D)}, ValueError, ["linear_weight", r"\(V, D\)", r"\(36,\)"]),
     (
         "weight of rank 3",
@@ -43,12 +41,6 @@ CASES = [
         ["target", r"\(6, 9\)", "linear_weight", r"\(1, 9, 4\)"],  # in a K-dimensional loss
     ),
     ("other D", {"linear_weight": torch.randn(V, 5)}, ValueError, ["linear_weight", r"\(V, 4\)", r"\(9, 5\)"]),
-    (
-        "weight transposed",
-        {"linear_weight": torch.randn(D, V)},
-        ValueError,
-        ["linear_weight", r"\(V, 4\)", r"\(4, 9\)"],
-    ),
     (
         "no classes",
         {"linear_weight": torch.randn(0, D), "linear_bias": None},
@@ -60,12 +52,6 @@ CASES = [
         {"target": torch.zeros(5, dtype=torch.int64)},
         ValueError,
         ["target", r"\(6,\)", r"\(5,\)"],
-    ),
-    (
-        "target of other rank",
-        {"target": torch.zeros(N, 1, dtype=torch.int64)},
-        ValueError,
-        ["target", r"\(6,\)", r"\(6, 1\)"],
     ),
     ("float target", {"target": torch.zeros(N)}, TypeError, ["target", "int64", "float32"]),
     ("probabilities of other shape", {"target": torch.rand(V, N)}, TypeError, ["target", r"\(6, 9\)", r"\(9, 6\)"]),
@@ -91,10 +77,8 @@ CASES = [
         NotImplementedError,
         ["return_metrics", "argmax"],
     ),
-    ("bool target", {"target": torch.zeros(N, dtype=torch.bool)}, TypeError, ["target", "int64", "bool"]),
     ("int16 target", {"target": torch.zeros(N, dtype=torch.int16)}, TypeError, ["target", "int32", "int16"]),
     ("bias of other length", {"linear_bias": torch.randn(8)}, ValueError, ["linear_bias", r"\(9,\)", r"\(8,\)"]),
-    ("bias of rank 2", {"linear_bias": torch.randn(1, V)}, ValueError, ["linear_bias", r"\(9,\)", r"\(1, 9\)"]),
     (
         "other dtype of weight",
         {"linear_weight": torch.randn(V, D).bfloat16()},
@@ -115,14 +99,12 @@ CASES = [
     ("smoothing above 1", {"label_smoothing": 1.5}, ValueError, ["label_smoothing", r"\[0, 1\]", r"1\.5"]),
     ("smoothing nan", {"label_smoothing": float("nan")}, ValueError, ["label_smoothing", "nan"]),
     ("zero softcap", {"softcap": 0.0}, ValueError, ["softcap", "positive", r"0\.0"]),
-    ("negative softcap", {"softcap": -30.0}, ValueError, ["softcap", "positive", r"-30\.0"]),
     (
         "token_weight of other shape",
         {"token_weight": torch.rand(5)},
         ValueError,
         ["token_weight", r"\(6,\)", r"\(5,\)"],
     ),
-    ("token_weight scalar", {"token_weight": torch.tensor(1.0)}, ValueError, ["token_weight", r"\(6,\)", r"\(\)"]),
     ("normalizer of rank 1", {"normalizer": torch.ones(1)}, ValueError, ["normalizer", "0-d", r"\(1,\)"]),
     (
         "normalizer without a sum",
@@ -261,14 +243,6 @@ def test_fake_tensors_are_refused_with_the_same_words():
                 torch.ops.flce.linear_cross_entropy_forward(x, w[:, :-1], t)
             messages.append(str(caught.value))
     assert messages[0] == messages[1]
-
-
-def test_cuda_inputs_on_other_devices(device):
-    if device == "cpu":
-        pytest.skip("needs a second device")
-    inputs = make_inputs(device=device)
-    with pytest.raises(ValueError, match="target.*cuda.*cpu"):
-        flce_ops.linear_cross_entropy(inputs.input, inputs.linear_weight, inputs.target.cpu())
 
 
 # ---------------------------------------------------------------- wrong types

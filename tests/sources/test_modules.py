@@ -28,15 +28,12 @@ def example(device, **made):
 
 MISTAKES = [
     ("smoothing above 1", {"label_smoothing": 2.0}, ValueError, r"label_smoothing in \[0, 1\], got 2.0"),
-    ("smoothing below 0", {"label_smoothing": -0.1}, ValueError, r"label_smoothing in \[0, 1\], got -0.1"),
     ("threshold of 1", {"gradient_threshold": 1.0}, ValueError, r"gradient_threshold in \[0, 1\), got 1.0"),
     ("sparse weight", {"gradient_sparse": "weight"}, ValueError, "gradient_sparse to be one of both, input,"),
     ("zero softcap", {"softcap": 0.0}, ValueError, "softcap to be positive and finite, or None, got 0.0"),
     ("ignored float", {"ignore_index": -100.0}, TypeError, "ignore_index to be an integer or None, got -100.0"),
     ("reduction", {"reduction": "bogus"}, ValueError, "reduction to be one of none, mean, sum, got 'bogus'"),
-    ("no reduction", {"reduction": None}, TypeError, "reduction to be a string, got None"),
     ("weight's length", {"weight": torch.rand(V + 1)}, ValueError, rf"weight of shape \({V},\).*got \({V + 1},\)"),
-    ("weight's rank", {"weight": torch.rand(V, 1)}, ValueError, rf"weight of shape \({V},\).*got \({V}, 1\)"),
     ("weight's dtype", {"weight": torch.ones(V, dtype=torch.int64)}, TypeError, "weight in a floating dtype"),
 ]
 
@@ -276,9 +273,3 @@ def test_modules_can_be_made_on_the_meta_device():
     assert loss.device.type == "meta" and loss.shape == ()
     loss.backward()
     assert head.weight.grad.shape == (V, D)
-
-
-def test_public_names():
-    for name in ("linear_cross_entropy", "LinearCrossEntropyLoss", "LinearCrossEntropyHead", "SAC_SAVE_OPS"):
-        assert name in flce_ops.__all__ and hasattr(flce_ops, name)
-    assert {name for name in flce_ops.__all__ if not hasattr(flce_ops, name)} == set()

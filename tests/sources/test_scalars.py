@@ -58,23 +58,6 @@ def test_a_learnt_scale_of_the_dtype_of_its_model_or_of_float32(device, dtype):
         assert error(scale.grad, right.grad) < (1e-5 if dtype == torch.float32 else 2e-2) * cancellation
 
 
-def test_a_learnt_temperature_and_a_scale_of_the_students_logits(device):
-    inputs = example(device)
-    temperature, right = number(0.7, device), number(0.7, device)
-    flce_ops.linear_log_probs(*inputs.args, temperature=temperature).log_probs.square().sum().backward()
-    log_p = (F.linear(inputs.input, inputs.linear_weight) / right).log_softmax(1)
-    valid = inputs.target != -100
-    log_p.gather(1, inputs.target.clamp(min=0)[:, None])[valid].square().sum().backward()
-    assert error(temperature.grad, right.grad) < TIGHT
-
-    teacher = torch.randn(SHAPE[0], 5, device=device).double(), torch.randn(SHAPE[2], 5, device=device).double()
-    scale, right = number(1.3, device), number(1.3, device)
-    flce_ops.linear_kl_div(*inputs.args[:2], *teacher, logit_scale=scale, teacher_logit_scale=1.0).backward()
-    log_q = (F.linear(inputs.input, inputs.linear_weight) * right).log_softmax(1)
-    F.kl_div(log_q, F.linear(*teacher).log_softmax(1), log_target=True, reduction="batchmean").backward()
-    assert error(scale.grad, right.grad) < TIGHT
-
-
 OF_HALF = [torch.bfloat16, torch.float16]
 OPTIONS = {"plain": {}, "softcap": {"softcap": 2.0}}
 SCALED = {
@@ -112,16 +95,6 @@ def test_a_tensor_has_the_bits_of_the_number(device, dtype, name):
         found.append((result, *torch.autograd.grad(result.sum(), leaves)))
     for of_number, of_tensor, learnt in zip(*found, strict=True):
         assert torch.equal(of_number, of_tensor) and torch.equal(of_number, learnt)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *OF_HALF], ids=str)
-def test_a_temperature_that_is_a_tensor_has_the_bits_of_the_number(device, dtype):
-    inputs = example(device, dtype, bias=True)
-    found = [
-        flce_ops.linear_log_probs(*inputs.args, temperature=temperature, logit_scale=1.7).log_probs
-        for temperature in (0.7, torch.tensor(0.7, device=device), number(0.7, device, torch.float32))
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -318,19 +291,6 @@ def test_a_float32_temperature_of_a_float64_model_is_divided_by_in_float64(devic
     temperature = torch.tensor(0.7, device=device)
     loss = flce_ops.linear_cross_entropy(*inputs.args, temperature=temperature)
     assert error(loss, reference_loss(*inputs.args, logit_scale=1.0 / temperature.double())) < TIGHT
-
-
-def test_a_learnt_scale_compiles_into_one_graph(device):
-    inputs = example(device)
-    scale = number(1.7, device)
-    loss, counter = compiled(flce_ops.linear_cross_entropy)
-    found = torch.autograd.grad(loss(*inputs.args, logit_scale=scale), (scale, inputs.linear_weight))
-    eager = torch.autograd.grad(
-        flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale), (scale, inputs.linear_weight)
-    )
-    assert counter.count == 1
-    for ours, right in zip(found, eager, strict=True):
-        assert error(ours, right) < TIGHT
 
 
 # ---------------------------------------------------------------- refusals

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from process_pool import run_in_world, worlds
+from in_worlds import in_worlds
+from process_pool import worlds
 from sharded_inputs import full, mesh_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,12 +143,8 @@ def test_what_cannot_be_shifted_is_refused_by_name():
         loss(hidden, head, torch.nested.nested_tensor(list(labels)), shift=True)
 
 
-@pytest.mark.parametrize("world", worlds(2))
-def test_dtensors_are_shifted_unless_their_sequences_are_cut(world):
-    run_in_world(world, sharded)
-
-
-def sharded(device):
+@in_worlds(worlds(2))
+def test_dtensors_are_shifted_unless_their_sequences_are_cut(device):
     mesh = mesh_of(device, dist.get_world_size())
     hidden, head, labels = (tensor.detach() for tensor in make(device=device))
     right = flce_ops.linear_cross_entropy(hidden, head, labels, shift=True, reduction="none")

@@ -8,6 +8,7 @@ weight_gradient.py       E.T @ (c input), summed over chunks
     overflow_rows.py     rows that overflow their scale
 input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
+matmul.py                all three by torch.matmul
 class_blocks.py          which blocks of classes they visit
 tma.py                   tensor maps of matrices, for TMA
 tiles.py                 tile shapes; device.py chooses among them

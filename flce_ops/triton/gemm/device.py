@@ -16,13 +16,13 @@ def interpreted(tensor: Tensor) -> bool:
 
 
 def tiles_for(input: Tensor) -> Tiles:
-    if interpreted(input):
+    if input.device.type == "cpu":
         return INTERPRETER
     return HOPPER if on_tma_device(input) else AMPERE
 
 
 def tiles_in(table: dict[str, Tiles], matrix: Tensor, hopper: str, takes_maps: bool) -> Tiles:
-    if interpreted(matrix):
+    if matrix.device.type == "cpu":
         return table["interpreter"]
     if takes_maps:
         return table[hopper]
@@ -54,16 +54,12 @@ def takes_tma(matrix: Tensor) -> bool:
 
 
 def on_tma_device(tensor: Tensor) -> bool:
-    return not interpreted(tensor) and data_centre_chip(capability_of(tensor.device))
+    return tensor.device.type != "cpu" and data_centre_chip(chip_of(tensor.device).capability)
 
 
 def chip_of(device: torch.device) -> Chip:
     """For a meta tensor: the current GPU, whose kernels are compiled (first_call.py)."""
     return chip_of_gpu(torch.device("cuda", torch.cuda.current_device()) if device.type == "meta" else device)
-
-
-def capability_of(device: torch.device) -> int:
-    return chip_of(device).capability
 
 
 @functools.cache
@@ -78,6 +74,6 @@ def chip_of_gpu(device: torch.device) -> Chip:
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    if interpreted(tensor):
+    if tensor.device.type == "cpu":
         return 4  # 4 programs divide the tiles unevenly in tests, as a GPU's programs do
     return chip_of(tensor.device).multiprocessors

@@ -5,6 +5,7 @@ e).
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
                                             sum_cols E^2;   sum_cols z
                 or quantized z in place of E, and max_cols z for these                             (quantized_logits.py)
+    largest     reference = max(reference, max_cols z), for rows that raised the guard         (steps/exponentials.py)
     max_sum     u = z - row_max, row_max = max_cols z    partial[tile, rows] = sum_cols exp(u)
                 and where u is stored, of u as it is rounded there
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
@@ -28,6 +29,7 @@ from ..steps.quantized_logits import QuantizedLogits, largest_places, quantize
 # A tile's sums of exponentials up to this limit leave float32 and bfloat16 room for the sums over V and the products
 # that follow. A row's reference is at most log(2^60) = 41 nats below its largest logit then.
 LARGEST_SUM = tl.constexpr(2.0**60)
+LOWEST = tl.constexpr(-(2.0**127))
 
 
 @triton.jit
@@ -132,6 +134,21 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     return result
 
 
+class Largest(NamedTuple):
+    reference_logit: Tensor  # (n,) raised to the largest logit
+    guard: Tensor  # (1 + n,) of ExpSum: other rows keep their reference, and so their bits
+
+
+@triton.jit
+def largest(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+    raised = tl.load(operands.guard + 1 + rows, mask=row_mask, other=0) > 0
+    row_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
+    # if all classes of a row are at -inf, any finite reference makes the exponentials 0
+    row_max = tl.where(row_max == float("-inf"), LOWEST, row_max)
+    tl.atomic_max(operands.reference_logit + rows, row_max, mask=raised, sem="relaxed")
+    return z
+
+
 class MaxSum(NamedTuple):
     partial: Tensor  # (T, n) out
     row_max: Tensor  # (T, n) out
@@ -188,4 +205,5 @@ def gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl
     return result
 
 
-EPILOGUES = {ExpSum: exp_sum, MaxSum: max_sum, Gradient: gradient}
+Epilogue = ExpSum | Largest | MaxSum | Gradient
+EPILOGUES = {ExpSum: exp_sum, Largest: largest, MaxSum: max_sum, Gradient: gradient}

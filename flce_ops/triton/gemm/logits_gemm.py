@@ -31,9 +31,9 @@ from ..kernel import Kernel
 from ..rows.logit_numbers import loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import multiprocessors, tiles_for
-from .epilogues import EPILOGUES, ExpSum, Gradient, MaxSum
+from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient
 from .tiles import Tiles
-from .tma import block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, store_tile
+from .tma import Matrix, block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, matrix_of, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -79,9 +79,10 @@ def logits_gemm_kernel(
     out,  # (n, V) out: likewise; None if nothing is stored
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
-    operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
+    operands,  # the epilogue's tuple: ExpSum, Largest, MaxSum or Gradient
     guard_ptr,  # int32, 0 if no sum of an earlier pass is too large: the kernel returns; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
+    products,  # Matrix, (n, V) float32, with MADE: input @ linear_weight.T, which another backend has made
     n,
     D,
     V,
@@ -97,6 +98,7 @@ def logits_gemm_kernel(
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
     BEFORE_SOFTCAP: tl.constexpr,
+    MADE: tl.constexpr,
 ):
     numbers = loaded(logit_numbers)
     count = valid_rows(valid_tokens, n)
@@ -115,16 +117,19 @@ def logits_gemm_kernel(
         cols = col_start + tl.arange(0, BLOCK_N)
         row_mask = rows < count
         col_mask = cols < V
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(depth):
-            if USE_TMA:
-                a = input.load([row_start, k * BLOCK_K])
-                b = linear_weight.load([col_start, k * BLOCK_K])
-            else:
-                ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = load_tile(input, rows, ks, row_mask, ks < D)
-                b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
-            acc = tl.dot(a, b.T, acc)
+        if MADE:
+            acc = load_tile(products, rows, cols, row_mask, col_mask)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(depth):
+                if USE_TMA:
+                    a = input.load([row_start, k * BLOCK_K])
+                    b = linear_weight.load([col_start, k * BLOCK_K])
+                else:
+                    ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
+                    a = load_tile(input, rows, ks, row_mask, ks < D)
+                    b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
+                acc = tl.dot(a, b.T, acc)
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -160,7 +165,7 @@ def launch_logits_gemm(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
     linear_bias: Tensor | None,  # (V,)
-    epilogue: ExpSum | MaxSum | Gradient,
+    epilogue: Epilogue,
     logit_options: LogitOptions,
     valid_tokens: ValidTokens,
     *,
@@ -168,15 +173,17 @@ def launch_logits_gemm(
     guard: Tensor | None = None,  # (1 + n,)
     before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
     tiles: Tiles | None = None,
-) -> None:
+    matrices: list | None = None,  # what an earlier launch on the same operands returned
+    products: Tensor | None = None,  # (n, V) float32: input @ linear_weight.T, if another backend has made it
+) -> list:
     n, hidden = input.shape
     num_classes = linear_weight.shape[0]
     tiles = tiles or tiles_for(input)
-    given = [input, linear_weight, out]
-    use_tma = tiles.tma and all(map(fits_tma, given))
-    of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
-    of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
-    matrices = kernel_matrices(given, (of_rows, of_classes, of_out), use_tma)
+    if matrices is None:
+        given = [input, linear_weight, out]
+        of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
+        of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
+        matrices = kernel_matrices(given, (of_rows, of_classes, of_out), tiles.tma and all(map(fits_tma, given)))
     grid_tiles = cdiv(n, tiles.block_m) * cdiv(num_classes, tiles.block_n)
     programs = multiprocessors(input)
     logits_gemm_kernel[(min(grid_tiles, programs),)](
@@ -186,18 +193,21 @@ def launch_logits_gemm(
         epilogue,
         guard,
         valid_tokens,
+        matrix_of(products),
         n,
         hidden,
         num_classes,
         EPILOGUE=EPILOGUES[type(epilogue)],
-        USE_TMA=use_tma,
+        USE_TMA=not isinstance(matrices[0], Matrix),
         EVEN_V=num_classes % tiles.block_n == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
         STORED=out is not None,
         STORE_HALVES=tiles.store_halves,
-        # MaxSum's result is logits, not a gradient
-        SLOPED=logit_options.softcap is not None and not isinstance(epilogue, MaxSum),
+        # the results of the other two are logits, not gradients
+        SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
         BEFORE_SOFTCAP=before_softcap,
+        MADE=products is not None,
         **tiles.options,
     )
+    return matrices

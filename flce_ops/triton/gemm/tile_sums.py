@@ -58,12 +58,9 @@ def launch_sum_tiles(
 
 @Kernel
 def max_and_sum_kernel(
-    guard_ptr,  # (1 + n,) int32 of ExpSum; None: every row, two results
     partial_max_ptr,  # (T, n) base 2
     partial_ptr,  # (T, n)
-    # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum). With the guard: (n,)
-    # out, the sum of both, written only for the rows that raised it: other rows keep their bits.
-    out_ptr,
+    out_ptr,  # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum)
     valid_tokens,  # ValidTokens
     n,
     T,
@@ -73,8 +70,6 @@ def max_and_sum_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     count = valid_rows(valid_tokens, n)
     end = tl.where(tl.program_id(0) * BLOCK_N < count, T, 0)
-    if guard_ptr is not None:
-        end = tl.where(tl.load(guard_ptr) > 0, end, 0)
     running_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, end, BLOCK_T):
@@ -89,26 +84,18 @@ def max_and_sum_kernel(
             tile_sum * tl.exp2(tile_max - finite[None, :]), 0
         )
         running_max = new_max
-    if guard_ptr is None:
-        # a rank whose classes are all at -inf gets probabilities of 0, not nan
-        running_max = tl.where(running_max == float("-inf"), 0.0, running_max)
-        tl.store(out_ptr + rows, running_max, mask=rows < count)
-        tl.store(out_ptr + n + rows, tl.log2(running_sum), mask=rows < count)
-    else:
-        # if all classes of a row are at -inf, any finite reference makes the exponentials 0
-        lse2 = tl.where(running_sum == 0.0, 0.0, running_max + tl.log2(running_sum))
-        raised = tl.load(guard_ptr + 1 + rows, mask=rows < tl.where(end > 0, count, 0), other=0)
-        tl.store(out_ptr + rows, lse2, mask=raised > 0)
+    # a rank whose classes are all at -inf gets probabilities of 0, not nan
+    running_max = tl.where(running_max == float("-inf"), 0.0, running_max)
+    tl.store(out_ptr + rows, running_max, mask=rows < count)
+    tl.store(out_ptr + n + rows, tl.log2(running_sum), mask=rows < count)
 
 
 def launch_max_and_sum(
     partial_max: Tensor,  # (T, n')
     partial: Tensor,  # (T, n')
-    out: Tensor,  # (2, n), or (n,)
+    out: Tensor,  # (2, n)
     valid_tokens: ValidTokens,
-    *,
-    guard: Tensor | None = None,  # (1 + n,)
 ) -> None:
     tiles, n = partial.shape[0], out.shape[-1]
     grid = (cdiv(n, BLOCKS["BLOCK_N"]),)
-    max_and_sum_kernel[grid](guard, partial_max, partial, out, valid_tokens, n, tiles, **BLOCKS)
+    max_and_sum_kernel[grid](partial_max, partial, out, valid_tokens, n, tiles, **BLOCKS)

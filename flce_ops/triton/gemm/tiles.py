@@ -1,6 +1,7 @@
 """Tile shapes of the three GEMMs by architecture, each with a measurement; device.py chooses. Nothing is autotuned."""
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 # n rows, D hidden, V vocabulary
@@ -21,7 +22,7 @@ class Tiles:
     tma: bool = True  # tensor maps and a flattened loop over tiles, if the matrices allow it
     store_halves: bool = False  # of the logits
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """Launch options that all three GEMMs take. Operands have 16 bits; only Triton's interpreter also runs float32
         operands.
@@ -72,6 +73,7 @@ WEIGHT_TILES = {
 }
 
 
+@cache
 def data_centre_chip(capability: int) -> bool:
     """Whether the chip is a data-centre GPU of Hopper or later. Only these GPUs have both TMA and 227 KiB of shared
     memory.

@@ -97,7 +97,6 @@ def kernel_matrices(matrices: Sequence[Tensor | None], blocks: Sequence[list[int
 
     if not use_tma:
         return list(map(matrix_of, matrices))
-    assert all(map(fits_tma, matrices))
     return [
         None if matrix is None else TensorDescriptor.from_tensor(matrix, block)
         for matrix, block in zip(matrices, blocks)

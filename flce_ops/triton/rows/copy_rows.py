@@ -1,9 +1,8 @@
-"""Copies rows in four ways: to rows of another length; rows of valid tokens side by side; such rows times a factor; and
-back to their tokens' places.
+"""Copies rows in three ways: to rows of another length; rows of valid tokens side by side; and back to their tokens'
+places.
 
     to another length     missing columns become 0, surplus columns are dropped
     of the valid tokens   in their order, with zeros after them; gather_tokens.py does this where there is a target
-    times a factor        rounded once; `rest` receives what the rounding took, if it is given
     back                  in place, from the last row to the first, because no row moves to a lower place:
 
                  valid tokens first         where the tokens are
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.device import interpreted
-from ..gemm.tma import Matrix, load_tile, matrix_of, store_tile
+from ..gemm.tma import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, padded_rows, valid_rows
 
@@ -37,12 +36,9 @@ def copy_rows_kernel(
     out,  # (n, out_columns)
     # ValidTokens: their rows are copied, with zeros behind them up to a multiple of 128; None: all rows are copied
     valid_tokens,
-    factor_ptr,  # (n,) float32; None for 1
-    rest_ptr,  # (n, out_columns) out, with out's strides: what rounding takes from the product; or None
     n,
     C,
     out_columns,
-    GATHERED: tl.constexpr,  # the rows are already in the order of the valid tokens
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -52,38 +48,24 @@ def copy_rows_kernel(
     if valid_tokens is not None:
         count = valid_rows(valid_tokens, n)
         end = padded_rows(count, n)
-        if not GATHERED:
-            sources = tl.load(valid_tokens.order + rows, mask=rows < count, other=0).to(tl.int64)
+        sources = tl.load(valid_tokens.order + rows, mask=rows < count, other=0).to(tl.int64)
     values = load_tile(matrix, sources, cols, rows < count, cols < C)
-    if factor_ptr is not None:
-        values = values.to(tl.float32) * tl.load(factor_ptr + rows, mask=rows < count, other=0.0)[:, None]
-    if rest_ptr is not None:
-        rounded = values.to(out.pointer.dtype.element_ty).to(tl.float32)
-        lost = tl.where(tl.abs(rounded) == float("inf"), 0.0, values - rounded)  # avoids inf - inf
-        store_tile(Matrix(rest_ptr, out.stride), lost, rows, cols, rows < end, cols < out_columns)
     store_tile(out, values, rows, cols, rows < end, cols < out_columns)
 
 
 def launch_copy_rows(
     matrix: Tensor,  # (N, C)
-    out: Tensor,  # (n, out_columns); with a factor it may be `matrix`
+    out: Tensor,  # (n, out_columns)
     valid_tokens: ValidTokens | None = None,
-    *,
-    factor: Tensor | None = None,  # (n,) float32: the rows are in the order of the valid tokens
-    rest: Tensor | None = None,  # (n, out_columns) out
 ) -> None:
-    assert rest is None or rest.stride() == out.stride()
     (n, width), block_n, block_c = out.shape, 8, 512
     copy_rows_kernel[(cdiv(n, block_n), cdiv(width, block_c))](
         matrix_of(matrix),
         matrix_of(out),
         valid_tokens,
-        factor,
-        rest,
         n,
         matrix.shape[1],
         width,
-        GATHERED=factor is not None,
         BLOCK_N=block_n,
         BLOCK_C=block_c,
     )

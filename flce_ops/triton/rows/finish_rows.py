@@ -1,4 +1,5 @@
-"""After the logits GEMM: the losses of a chunk's valid tokens, and the factors that turn E into the logit gradient G.
+"""After the logits GEMM: the losses of a chunk's valid tokens, the factors that turn E into the logit gradient G, and c
+times the tokens.
 
 Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing:
 
@@ -26,18 +27,19 @@ from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
 from ..gemm.tile_sums import sum_of_tiles
-from ..gemm.tma import matrix_of
+from ..gemm.tma import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .sum_losses import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
-from .two_sum import sum_from_lse, surprisal_in_nats
+from .two_sum import sum_from_lse
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
 ROWS = 16  # rows of a program if a token has one class; tile_sums.py says why
 TILES = 256  # tiles whose sums a program reads at a time
+COLUMNS = 512  # of a token that a program multiplies at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This
 # changes p by a tenth of the rounding error of a.
 LEAST_SLOPE = tl.constexpr(2.0**-27)
@@ -60,7 +62,7 @@ class Tokens(NamedTuple):
     column: Tensor  # (n,) int64, the target's column; -1 if this rank does not have it
     reduction: Reduction | None  # (N,) row scales g_i, or a mean; None for g_i = 1
     losses: Tensor | None  # (N,) out
-    log_probs: Tensor | None  # (N,) out
+    log_probs: Tensor | None  # (N,) or (N, K) out, of a token function: token_numbers.py
 
 
 class WholeRows(NamedTuple):
@@ -89,6 +91,35 @@ def with_shares(row_sum, shares, SOFT: tl.constexpr):
         return tl.maximum(row_sum, tl.max(shares, 0), propagate_nan=tl.PropagateNan.ALL)
     else:
         return tl.where(row_sum < shares, shares, row_sum)
+
+
+@triton.jit
+def row_sums(
+    tokens,
+    sums,
+    i,
+    reference,
+    count,
+    n,
+    T,
+    TOPK: tl.constexpr,
+    SOFT: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Z of the rows i; 1 for rows from `count` on."""
+    mask = i < count
+    if sums.tiles is None:
+        row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    else:
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & mask
+        logit = tl.load(tokens.target_logit + i.to(tl.int64) * TOPK + k, mask=inside, other=0.0)
+        here = tl.load(tokens.column + i.to(tl.int64) * TOPK + k, mask=inside, other=-1) >= 0
+        row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
+    return row_sum
 
 
 @triton.jit
@@ -121,19 +152,26 @@ def finish_rows_kernel(
     whole,  # WholeRows; None if this rank has all classes
     finished,  # FinishedRows, out
     matrix,  # (n, V) E, in which the targets' entries are replaced
+    rows,  # Matrix (n, D): the gathered tokens, which are multiplied by the weight factor; or None
+    rest,  # Matrix (n, D), out: what the rounding of these products took; or None
     n,
+    D,
     T,  # tiles of `sums`
     objective,  # RowNumbers, with tensors as pointers
     logit_numbers,  # LogitNumbers
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
     BOUNDED: tl.constexpr,
+    BY_ROW: tl.constexpr,  # the objective's tensors are by rows of the chunk, not by tokens
     SCALED: tl.constexpr,  # a reduction multiplies the factors
     TOPK: tl.constexpr,
     SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
     BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALED_ROWS: tl.constexpr,  # `rows` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
+    RESTS: tl.constexpr,  # `rest` is given
 ):
     """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
     BLOCK_N or BLOCK_TOPK numbers.
@@ -142,19 +180,13 @@ def finish_rows_kernel(
     count = valid_rows(tokens.valid_tokens, n)
     mask = i < count
     token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
-    at = (token, mask)
-    row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
+    own = token
+    if BY_ROW:
+        own = i
+    at = (own, mask)
+    row_topk, own_topk = i.to(tl.int64) * TOPK, own.to(tl.int64) * TOPK
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    if sums.tiles is None:
-        row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
-    else:
-        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
-    for start in range(0, TOPK, BLOCK_TOPK):
-        k = start + tl.arange(0, BLOCK_TOPK)
-        inside = (k < TOPK) & mask
-        logit = tl.load(tokens.target_logit + row_topk + k, mask=inside, other=0.0)
-        here = tl.load(tokens.column + row_topk + k, mask=inside, other=-1) >= 0
-        row_sum = with_shares(row_sum, tl.where(here, tl.exp2(logit - reference), 0.0), SOFT)
+    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK, BLOCK_T)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
     lse2 = reference + log2_sum
@@ -177,11 +209,8 @@ def finish_rows_kernel(
             distance = (reference - logit) + log2_sum
         weight = None
         if objective.weight is not None:
-            weight = tl.load(objective.weight + token_topk + k, mask=inside, other=0.0)
+            weight = tl.load(objective.weight + own_topk + k, mask=inside, other=0.0)
         surprisal = distance * LN2
-        if tokens.log_probs is not None:
-            log_prob = -surprisal_in_nats(logit, reference, log2_sum)
-            tl.store(tokens.log_probs + token, tl.where(mask, log_prob, 0.0), mask=i < n)
         of_target, slope_of_target = OF_TARGET(surprisal, weight, at, objective)
         if SOFT:  # a class of weight 0 may be switched off by a bias of -inf
             of_target = tl.where(weight == 0.0, 0.0, of_target)
@@ -213,6 +242,7 @@ def finish_rows_kernel(
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
     column_of_largest = tl.full((), -1, tl.int64)
+    weight_factor = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, TOPK, BLOCK_TOPK):
         k = start + tl.arange(0, BLOCK_TOPK)
         inside = (k < TOPK) & mask
@@ -220,7 +250,7 @@ def finish_rows_kernel(
         column = tl.load(tokens.column + row_topk + k, mask=inside, other=-1)
         slope_of_entry = slope
         if SOFT:
-            weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + token_topk, TOPK, BLOCK_TOPK)
+            weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + own_topk, TOPK, BLOCK_TOPK)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
         # an infinite row factor (a normalizer of 0) makes the entry inf - inf, which is nan, as is every sum over it
@@ -236,16 +266,25 @@ def finish_rows_kernel(
                 largest_size, largest, column_of_largest, entry, column, BLOCK_TOPK
             )
         else:
-            store_factors(finished, i, mask, row_factor, entry, rounded.to(tl.float32), column >= 0)
+            weight_factor = store_factors(finished, i, mask, row_factor, entry, rounded.to(tl.float32), column >= 0)
     if SOFT:
         rounded = largest.to(finished.entry.dtype.element_ty).to(tl.float32)
-        store_factors(finished, i, mask, row_factor, largest, rounded, True)
+        weight_factor = store_factors(finished, i, mask, row_factor, largest, rounded, True)
         tl.store(finished.column + i, column_of_largest, mask=mask)
+    if SCALED_ROWS:
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            product = load_tile(rows, i, d, mask, d < D).to(tl.float32) * weight_factor[:, None]
+            if RESTS:
+                stored = in_dtype_of(rows, product, False).to(tl.float32)
+                lost = tl.where(tl.abs(stored) == float("inf"), 0.0, product - stored)  # avoids inf - inf
+                store_tile(rest, lost, i, d, mask, d < D)
+            store_tile(rows, product, i, d, mask, d < D)
 
 
 @triton.jit
 def store_factors(finished, i, mask, row_factor, entry, rounded, here):
-    """Stores the factors of a row, corrected for the rounding of the target's entry.
+    """Stores the factors of a row, corrected for the rounding of the target's entry. Returns that for linear_weight.
 
     The target's entry dominates its row, and its rounding dominates the error of the gradients. In grad_linear_weight
     the row factor makes up for the rounding, so that the product with E'_iy is exact. This moves the row's other
@@ -258,6 +297,7 @@ def store_factors(finished, i, mask, row_factor, entry, rounded, here):
     tl.store(finished.row_factor + i, row_factor, mask=mask)
     tl.store(finished.weight_factor + i, row_factor * correction, mask=mask)
     tl.store(finished.residual + i, row_factor * (entry - rounded), mask=mask)
+    return row_factor * correction + tl.zeros(mask.shape, tl.float32)
 
 
 def launch_finish_rows(
@@ -267,6 +307,8 @@ def launch_finish_rows(
     exponentials: Tensor,  # (n, V) E, in which the targets' entries are replaced
     *,
     logit_options: LogitOptions,
+    scaled: Tensor | None = None,  # (n, D) the gathered tokens, which are multiplied by the weight factor
+    rest: Tensor | None = None,  # (n, D) out: what the rounding of these products took; rows after the valid ones stay
     gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
@@ -290,19 +332,26 @@ def launch_finish_rows(
         whole,
         finished,
         matrix_of(exponentials),
+        matrix_of(scaled),
+        matrix_of(rest),
         n,
+        0 if scaled is None else scaled.shape[1],
         0 if sums.tiles is None else sums.tiles.shape[0],
         in_kernel(objective),
         logit_options,
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,
+        BY_ROW=objective.by_row,
         SCALED=tokens.reduction is not None,
         TOPK=topk,
         SOFT=soft,
         BLOCK_N=rows,
         BLOCK_TOPK=topk_at_a_time(topk),
         BLOCK_T=TILES,
+        BLOCK_D=COLUMNS,
+        SCALED_ROWS=scaled is not None,
+        RESTS=rest is not None,
         num_warps=4,
     )
     return finished

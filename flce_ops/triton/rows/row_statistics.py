@@ -9,7 +9,7 @@ With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
 
 The entropy and log_sum_sq_probs use differences from r, so a large r costs them no digits. sum_j E_j^2 is at most Z^2,
 which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/exponentials.py). The sum is at least 1,
-because r is the logit of one of the classes; after a rescue, where r is lse, it is at least 1 / V.
+because r is the logit of one of the classes.
 """
 
 import triton.language as tl

@@ -95,10 +95,13 @@ class SparseStep(OnePassStep):
         self.column = tokens.column
         return tokens._replace(column=of_dense), finished
 
-    def add_to_weight(self, tokens: Tokens, rows: Tensor, exponentials: Tensor, finished: FinishedRows) -> None:
-        if self.dense.number is not None or not self.sparse_weight:
-            tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
-            super().add_to_weight(tokens, rows, exponentials, finished)
+    @property
+    def scales_rows(self) -> bool:
+        return self.weight_gradient is not None and (self.dense.number is not None or not self.sparse_weight)
+
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, exponentials: Tensor) -> None:
+        tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
+        super().add_to_weight(tokens, rows, exponentials)
 
     def write_input(self, chunk: slice, tokens: Tokens, exponentials: Tensor, finished: FinishedRows) -> None:
         if self.dense.number is not None or not self.sparse_input:

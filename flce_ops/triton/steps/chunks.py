@@ -170,7 +170,7 @@ def padded(columns: int, itemsize: int) -> int:
 
 def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gives vectors over tokens or classes unit stride, as the kernels expect. Matrices keep their strides."""
-    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+    return tuple([None if vector is None else vector.contiguous() for vector in vectors])
 
 
 def make_vectors_contiguous(call: Any) -> None:  # with Operands

@@ -3,7 +3,7 @@
     1. E = exp(z - reference), sums of each row and tile        the reference is one of the row's own logits, so Z >= 1
        a guard is raised if one is above LARGEST_SUM, or nan    on the device; the host never reads it
     2. only if the guard is raised, decided on the device:      2 more GEMM passes for this chunk
-           lse by the max-and-sum GEMM;  reference := lse for the rows that raised it;  E again
+           reference := the largest logit, for the rows that raised it;  E again
 
 The kernel that finishes the rows adds up the tiles' sums.
 
@@ -21,8 +21,7 @@ from torch import Tensor
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
-from ..gemm.epilogues import ExpSum, MaxSum, ReferenceClass
-from ..gemm.tile_sums import launch_max_and_sum
+from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
@@ -70,7 +69,7 @@ def launch_exponentials(
     call: Any,  # with Operands
     valid_tokens: ValidTokens,
     input: Tensor,  # (n, D) of the valid tokens
-    at_target: AtTarget,  # its reference is overwritten with lse if the chunk is rescued
+    at_target: AtTarget,  # a rescue raises its reference
     *,
     out: Tensor | None = None,  # (n, V), E
     quantized: QuantizedLogits | None = None,  # written instead of E
@@ -83,7 +82,7 @@ def launch_exponentials(
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     block_v = tiles_for(input).block_n
     tiles = cdiv(linear_weight.shape[0], block_v)
-    partial, partial_max = torch.empty(2, tiles, room, dtype=torch.float32, device=input.device).unbind()
+    partial = torch.empty(tiles, room, dtype=torch.float32, device=input.device)
     per_tile: dict[str, Any] = {
         name: partial.new_empty(partial.shape) for name, wanted in asked._asdict().items() if wanted
     }
@@ -99,18 +98,16 @@ def launch_exponentials(
         **per_tile,
     )
 
-    def exponentiate(sums: ExpSum, guarded: Tensor | None = None) -> None:
-        stored = out if sums.quantized is None else sums.quantized.numbers
-        given = input, linear_weight, linear_bias, sums, call.logits, valid_tokens
-        backend.logits(*given, out=stored, guard=guarded)
+    def launch(epilogue: ExpSum | Largest, stored: Tensor | None, **options: Any) -> Any:
+        operands = input, linear_weight, linear_bias, epilogue, call.logits, valid_tokens
+        return backend.logits(*operands, out=stored, **options)
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
-    exponentiate(sums)
-    operands = input, linear_weight, linear_bias, MaxSum(partial, partial_max), call.logits, valid_tokens
-    backend.logits(*operands, guard=guard)
-    launch_max_and_sum(partial_max, partial, reference_logit, valid_tokens, guard=guard)
+    matrices = launch(sums, out if quantized is None else quantized.numbers)
+    launch(Largest(reference_logit, guard), None, guard=guard, matrices=matrices)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
-    exponentiate(ExpSum(reference_logit, None, partial, reference_class=reference_class, **again), guard)
+    sums = ExpSum(reference_logit, None, partial, reference_class=reference_class, **again)
+    launch(sums, out, guard=guard, matrices=matrices)
     found: dict[str, Tensor] = {}
     if asked.argmax:
         largest = per_tile["row_max"], per_tile["argmax"]

@@ -27,7 +27,7 @@ from .quantized_logits import clear_unused, quantized_of
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, T tiles along the vocabulary
 
-FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 16 MiB of (T, n) float32 pairs at V = 128256
+FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 8 MiB of (T, n) float32 at V = 128256
 
 
 @Kernel
@@ -109,7 +109,7 @@ def run_forward(call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs)
     input, linear_weight, target, _, weight = call.operands
     tiles = cdiv(linear_weight.shape[0], tiles_for(input).block_n)
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
-    row_bytes = tiles * 4 * (2 + asked.numbers) + input.shape[1] * input.dtype.itemsize
+    row_bytes = tiles * 4 * (1 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, squares, mean_logit, lse_rest, retained = outputs
     statistics = TokenStatistics(
         log_sum_sq_probs=squares if call.log_sum_sq_probs else None, mean_logit=mean_logit if call.mean_logit else None

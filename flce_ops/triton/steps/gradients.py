@@ -38,7 +38,7 @@ def wanted_gradients(grads: Sequence[Tensor], call: Any) -> Gradients:
     """From (grad_input, grad_linear_weight, grad_linear_bias). The bias gradient is summed in a float32 buffer of its
     own. The gradient of logit_scale is made from those of input and linear_bias before they are rounded.
     """
-    grad_input, grad_weight, grad_bias = (grad if wanted else None for grad, wanted in zip(grads, call.output_mask))
+    grad_input, grad_weight, grad_bias = [grad if wanted else None for grad, wanted in zip(grads, call.output_mask)]
     input, scale_sums = call.operands.input, None
     if vars(call).get("scale_gradient"):
         grad_input = (

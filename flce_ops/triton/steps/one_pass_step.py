@@ -2,7 +2,7 @@
 
     rows = the chunk's valid tokens, target logits                                                 gather_tokens.py
     E = exp(z - reference), row sums Z              the exponentials are rounded once              exponentials.py
-    losses, row factors c, E[i, y_i]                one kernel, for any objective                  finish_rows.py
+    losses, row factors c, E[i, y_i], c rows        one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
     rows of grad_input move to their tokens' places                                                copy_rows.py
@@ -21,18 +21,19 @@ from ...math.options import Operands, Statistics, TokenStatistics
 from ...math.reduction import Reduction
 from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
+from ...objectives.token_objective import FunctionObjective
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import Finish
 from ..gemm.tile_sums import launch_sum_tiles
 from ..gemm.tma import NO_OUTER
 from ..rows.column_sums import weighted_column_sum
-from ..rows.copy_rows import launch_copy_rows
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_statistics import launch_row_statistics, sums_for
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
+from ..rows.token_numbers import launch_token_function
 from ..rows.valid_tokens import ValidTokens
 from .chunking import Chunking
 from .chunks import padded
@@ -89,7 +90,7 @@ class OnePassStep:
             n = chunk.stop - chunk.start
             rows, of_chunk = self.grad_input[chunk] if apart is None else apart[:n], exponentials[:n, :num_classes]
             tokens, finished = self.exponentiate(chunk, rows, of_chunk)
-            self.add_to_weight(tokens, rows, of_chunk, finished)
+            self.add_to_weight(tokens, rows, of_chunk)
             self.write_input(chunk, tokens, of_chunk, finished)
 
     def exponentiate(self, chunk: slice, rows: Tensor, exponentials: Tensor) -> tuple[Tokens, FinishedRows]:
@@ -106,12 +107,12 @@ class OnePassStep:
             rows,
             at_target,
             out=exponentials,
-            asked=sums_for(Statistics(*(out is not None for out in statistics))),
+            asked=sums_for(Statistics(*[out is not None for out in statistics])),
             # as forward's operator sums
             reference_class=at_target.reference_class if self.by_ranges and statistics.entropy is not None else None,
         )
         self.row_sum = sums.exponentials
-        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum), exponentials)
+        finished, sums = self.finish_rows(tokens, sums._replace(logit_sum=at_target.logit_sum), rows, exponentials)
         launch_row_statistics(sums, statistics, valid_tokens, self.call.num_classes)
         if self.bias_sum is not None:
             self.bias_sum += weighted_column_sum(exponentials, finished.weight_factor, valid_tokens)
@@ -119,34 +120,51 @@ class OnePassStep:
             tokens = tokens._replace(column=finished.column)
         return tokens, finished
 
-    def finish_rows(self, tokens: Tokens, sums: RowSums, exponentials: Tensor) -> tuple[FinishedRows, RowSums]:
-        """Finishes the rows, and replaces E by E'. If ranks share the vocabulary, they exchange their sums here; the
-        argmax is then the whole row's.
+    @property
+    def scales_rows(self) -> bool:
+        """Whether the GEMM of grad_linear_weight runs."""
+        return self.weight_gradient is not None
+
+    def finish_rows(
+        self, tokens: Tokens, sums: RowSums, rows: Tensor, exponentials: Tensor
+    ) -> tuple[FinishedRows, RowSums]:
+        """Finishes the rows, and replaces E by E' and the tokens in `rows` by c times these. If ranks share the
+        vocabulary, they exchange their sums here; the argmax is then the whole row's.
         """
         gathered, gather = None, self.per_token.gather
         if gather is not None:
             launch_sum_tiles(sums.tiles, sums.exponentials, tokens.valid_tokens)
             sums = sums._replace(tiles=None)
             gathered = gather(shard_numbers(tokens, sums, self.call.vocab_start))
+        objective = self.per_token.objective
+        if isinstance(objective, FunctionObjective):
+            start = tokens.valid_tokens.start
+            objective = objective.of(slice(start, start + rows.shape[0]))
+            objective, sums = launch_token_function(objective, tokens, sums)
+        few = self.scales_rows and rows.shape[0] == self.tokens <= TOKENS_AT_MOST
+        self.rest = torch.empty_like(rows) if few else None
         finished = launch_finish_rows(
-            tokens, sums, self.per_token.objective, exponentials, logit_options=self.call.logits, gathered=gathered
+            tokens,
+            sums,
+            objective,
+            exponentials,
+            logit_options=self.call.logits,
+            scaled=rows if self.scales_rows else None,
+            rest=self.rest,
+            gathered=gathered,
         )
         if gathered is not None and sums.argmax is not None:
             sums = sums._replace(argmax=argmax_of_shards(gathered[:, -2], gathered[:, -1]))
         return finished, sums
 
-    def add_to_weight(self, tokens: Tokens, rows: Tensor, exponentials: Tensor, finished: FinishedRows) -> None:
-        """grad_linear_weight += E'.T @ (c rows). Overwrites the rows with c rows."""
-        if self.weight_gradient is None:
-            return
-        few = rows.shape[0] == self.tokens <= TOKENS_AT_MOST
-        rest = torch.empty_like(rows) if few else None
-        launch_copy_rows(rows, rows, tokens.valid_tokens, factor=finished.weight_factor, rest=rest)
-        gradient = self.weight_gradient
-        gradient.add(exponentials, rows, tokens.valid_tokens)
-        if few:
-            operands = exponentials, rows, rest, tokens.column, tokens.valid_tokens
-            launch_target_rows(gradient.out, *operands, gradient.outer)
+    def add_to_weight(self, tokens: Tokens, rows: Tensor, exponentials: Tensor) -> None:
+        """grad_linear_weight += E'.T @ (c rows). `rows` holds c rows."""
+        if self.scales_rows:
+            gradient = self.weight_gradient
+            gradient.add(exponentials, rows, tokens.valid_tokens)
+            if self.rest is not None:
+                operands = exponentials, rows, self.rest, tokens.column, tokens.valid_tokens
+                launch_target_rows(gradient.out, *operands, gradient.outer)
 
     def write_input(self, chunk: slice, tokens: Tokens, exponentials: Tensor, finished: FinishedRows) -> None:
         """grad_input = c (E' @ linear_weight) + residual, in the order of the valid tokens."""

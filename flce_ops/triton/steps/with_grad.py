@@ -13,18 +13,21 @@ import torch
 from torch import Tensor
 
 from ... import meta
-from ...math.options import Operands, TokenStatistics, changed
+from ...math.options import Operands, TokenStatistics
 from ...math.reduction import Reduction
 from ...math.shards import Exchange, shard_rows, statistics_of_shard
-from ...meta.arguments import PolicyWithGrad, RowLossWithGrad, VocabParallelWithGrad, WithGrad
+from ...meta.arguments import TokenLossWithGrad, VocabParallelWithGrad, WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
 from ...objectives.row import RowObjective
+from ...objectives.token_losses import token_loss_named
+from ...objectives.token_objective import FunctionObjective
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
 from ..rows.row_statistics import sum_pairs
 from ..rows.smoothing import SmoothingTerms
 from ..rows.sum_losses import launch_sum_losses
+from ..rows.token_numbers import launch_in_order
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
@@ -44,14 +47,13 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
     return launch_step(call, objective_of(call), outputs, call)
 
 
-@takes(PolicyWithGrad)
+@takes(TokenLossWithGrad)
 @with_padded_features
-def launch_policy_with_grad(call: RowLossWithGrad) -> tuple[Tensor, ...]:
+def launch_token_loss_with_grad(call: TokenLossWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
     of_tokens = WithGrad.like(call, operands=Operands(*call.operands))
     make_vectors_contiguous(of_tokens)
-    objective = call.objective(call.options, changed(call.tokens, lambda values: values.float().contiguous()))
-    return launch_step(of_tokens, objective, outputs, call)
+    return launch_step(of_tokens, FunctionObjective(token_loss_named(call.function), call.tensors), outputs, call)
 
 
 def objective_of(call: WithGrad) -> CrossEntropy:
@@ -67,19 +69,22 @@ def launch_step(
     call: WithGrad,
     objective: RowObjective,
     outputs: tuple[Tensor, ...],  # loss, losses, the gradients, then statistics or log-probabilities
-    recorded: WithGrad | RowLossWithGrad,  # the call that last_path() names
+    recorded: WithGrad | TokenLossWithGrad,  # the call that last_path() names
 ) -> tuple[Tensor, ...]:
     """Runs the step and returns its outputs."""
     loss, losses, *grads, of_scale = outputs
     grads, by_token = [*grads[:3], of_scale], grads[3:]
     log_probs = by_token[0] if len(by_token) == 1 else None
     statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
-    per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
     input, linear_weight, target, _, _ = call.operands
     of_step, pairs = (input.shape[0], linear_weight, call.output_mask), sum_pairs(call.statistics)
     with torch.cuda.device_of(linear_weight):
         in_range = target.new_empty((), dtype=torch.bool)
         valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
+        if isinstance(objective, FunctionObjective):
+            tensors = tuple(launch_in_order(t, valid_tokens) if t.dim() else t for t in objective.tokens)
+            objective = objective._replace(tokens=tensors)
+        per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
         chunking = best_chunking(problem_of(*of_step, sum_pairs=pairs, batch_invariant=call.batch_invariant))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)

@@ -1,6 +1,6 @@
 """Counts the language models of the installed Transformers whose loss `patch` computes.
 
-Run: python tests/count_transformers.py
+Run: python -m release.count_transformers
 
 Each class is made from its default configuration, with two layers, on the meta device, and gets text and labels. A
 class that cannot run so unpatched (it wants images, say) is not counted.

@@ -1,0 +1,212 @@
+"""A loss of one token that is a user's function, and its derivatives. It runs between the logits GEMM and the two
+gradient GEMMs, on the numbers of a chunk's tokens.
+
+    @flce_ops.token_loss
+    def focal(log_prob, gamma):
+        return -((1 - log_prob.exp()) ** gamma) * log_prob
+
+    mapped by torch.func.vmap      loss_i = focal(log_prob_i, gamma)
+    autograd                       d loss_i / d log_prob_i, and by lse_i or entropy_i if the function reads these
+
+vmap refuses what a function of one token cannot do: read another token's numbers, draw random numbers, branch on a
+value, or read one on the host. An operator takes the function's name, because schemas have no functions
+(token_losses.py).
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..support.compile_cache import add_function_to_key
+from ..support.holes import refuse_hole
+from ..support.torch_private import functorch_is_active, with_autograd, with_unwrapped
+
+# N tokens, n of a chunk, K classes of each
+
+OP = "linear_token_loss"
+# What a function may read beside log_prob, as keyword-only parameters of these names; and what it reads where no token
+# counts. Its result there is dropped, but autograd would spread a nan: log_prob = 0 makes log(1 - p) infinite.
+HARMLESS = {"log_prob": -1.0, "entropy": 1.0, "lse": 0.0}
+ROW_NUMBERS = ("entropy", "lse")
+
+
+class Slopes(NamedTuple):
+    """The derivatives of the losses."""
+
+    log_prob: Tensor  # (n,) or (n, K)
+    lse: Tensor | None = None  # (n,), at a fixed log_prob; None if the function does not read lse
+
+
+class TokenLoss:
+    """A function of one token, with the name that operators take. Calling it calls the function."""
+
+    def __init__(
+        self,
+        function: Callable,
+        name: str,
+        *,
+        op: str = OP,  # named in errors
+        names: Sequence[str] | None = None,  # of the tensors, in errors; None: the function's parameters
+        compile: bool = False,
+        by_vector: bool = False,  # the function takes the numbers of all tokens, and treats each one alone
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.name, self.op, self.by_vector = function, name, op, by_vector
+        positional, keywords = parameters_of(function)
+        self.names = tuple(positional[1:] if names is None else names)
+        self.reads = tuple(parameter.name for parameter in keywords if parameter.name in ROW_NUMBERS)
+        unknown = [p.name for p in keywords if p.default is p.empty and p.name not in ROW_NUMBERS]
+        if unknown:
+            raise TypeError(
+                f"{op}: expected keyword-only parameters of {name} to be {' or '.join(ROW_NUMBERS)}, or to have a "
+                f"default, got {', '.join(unknown)}; a tensor or a number is a positional parameter"
+            )
+        self.ran = False  # and so was checked
+        self.compiled = torch.compile(self.by_vjp, dynamic=True) if compile else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def name_of_tensor(self, place: int) -> str:
+        return self.names[place] if place < len(self.names) else f"tensors[{place}]"
+
+    def losses_and_slopes(
+        self,
+        log_prob: Tensor,  # (n,) or (n, K)
+        lse: Tensor | None,  # (n,); None if the function does not read it
+        tensors: Sequence[Tensor],
+        *,
+        create_graph: bool = False,
+    ) -> tuple[Tensor, Slopes]:  # (n,)
+        """With create_graph the results are differentiable. Otherwise they are constants, in an operator's kernel."""
+        numbers = [log_prob] if lse is None else [log_prob, lse]
+        with nullcontext() if create_graph else with_autograd():
+            if not create_graph:
+                numbers = [own(number).detach() for number in numbers]
+                if self.compiled is not None and self.ran and log_prob.shape[0]:
+                    with torch.no_grad():
+                        return self.compiled(numbers, [own(tensor) for tensor in tensors])
+                numbers = [number.requires_grad_() for number in numbers]
+            losses = self.losses(numbers, tensors)
+            ones = losses.new_ones(()).expand_as(losses)
+            found = torch.autograd.grad(losses, numbers, ones, create_graph=create_graph, materialize_grads=True)
+            self.ran = True
+            return losses if create_graph else losses.detach(), Slopes(*found)
+
+    def by_vjp(self, numbers: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor, Slopes]:
+        """The losses and slopes, by functions that torch.compile traces."""
+        losses, pull, *_ = torch.func.vjp(lambda *numbers: self.mapped(numbers, tensors), *numbers)
+        return losses, Slopes(*pull(torch.ones_like(losses)))
+
+    def losses(self, numbers: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:  # (n,)
+        """Losses that are differentiable by `numbers`: log_prob and what the function `reads`."""
+        if type(numbers[0]) is not Tensor:  # a tracer's tensor: the graph will contain the function's operations
+            add_function_to_key(self.name, self.function)
+        losses = self.mapped(numbers, [own(tensor) for tensor in tensors])
+        self.refuse_others(losses, numbers)
+        if not losses.requires_grad and any(number.requires_grad for number in numbers):
+            raise ValueError(
+                f"{self.op}: expected the loss of {self.name} to depend on log_prob, got one without a derivative; "
+                "does the function detach log_prob?"
+            )
+        if not self.by_vector and can_be_read(numbers[0]):
+            self.check_once(numbers, tensors, losses)
+        return losses
+
+    def mapped(self, numbers: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:  # (n,)
+        log_prob, count = numbers[0], numbers[0].shape[0]
+        if isinstance(count, int) and not count:
+            return log_prob.flatten().sum() + log_prob.new_empty(0)
+        # expanded, because vmap would let the function branch on a number that all tokens share
+        tensors = [tensor if tensor.dim() else tensor.expand(count) for tensor in tensors]
+        if self.by_vector:
+            return self.function(log_prob, *tensors)
+        try:
+            return torch.func.vmap(self.of_token, randomness="error")(list(numbers), tensors)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.op}: {self.name}, a function of one token: {error}") from error
+
+    def of_token(self, numbers: list[Tensor], tensors: list[Tensor]) -> Tensor:  # ()
+        loss = self.function(numbers[0], *tensors, **dict(zip(self.reads, numbers[1:])))
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.dtype.is_floating_point:
+            got = f"shape {tuple(loss.shape)} in {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"{self.op}: expected {self.name} to return a floating 0-d tensor for a token, got {got}")
+        return loss.to(numbers[0].dtype)
+
+    def refuse_others(self, losses: Tensor, numbers: Sequence[Tensor]) -> None:
+        """Refuses a loss that is differentiable by a tensor which the function closes over. A loss that makes its
+        gradients in forward could not give that tensor one.
+        """
+        own = [tensor for number in numbers for tensor in with_unwrapped(number)]
+        seen, leaves = {None, *(tensor.grad_fn for tensor in own)}, {id(tensor) for tensor in own}
+        nodes: list[Any] = [tensor.grad_fn for tensor in with_unwrapped(losses)]
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)  # which also keeps torch's object, and so its identity
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in leaves:
+                refuse_hole(self.op, "closure", name=self.name, shape=tuple(leaf.shape))
+            nodes += [following for following, _ in node.next_functions]
+
+    @torch.no_grad()
+    def check_once(self, numbers: Sequence[Tensor], tensors: Sequence[Tensor], losses: Tensor) -> None:
+        """Refuses a function that means something else for a vector of tokens, in its first call. x - x.mean() is 0 for
+        one token. Functions of several numbers a token are not checked: they may well add these up.
+        """
+        key, of_numbers = identity_of(self.function), all(t.dim() <= 1 for t in (numbers[0], *tensors))
+        if key in checked or losses.shape[0] < 2 or not of_numbers:
+            return
+        try:
+            found = self.function(numbers[0], *tensors, **dict(zip(self.reads, numbers[1:])))
+        except Exception:  # it is written for one token alone
+            found = losses
+        if found.shape != losses.shape or not torch.allclose(found.to(losses.dtype), losses, 1e-3, 1e-5, True):
+            raise ValueError(
+                f"{self.op}: expected {self.name} to give a vector of tokens what it gives each of them, got another "
+                "result; it is called for one token, so a mean or sum over tokens is that token's number: pass what it "
+                "needs of other tokens as a tensor"
+            )
+        checked.add(key)
+
+
+checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def identity_of(function: Callable) -> Any:
+    """The code of the function: a lambda may be made anew in each step. Other callables stand for themselves, and so do
+    functions that close over one.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    cells = getattr(function, "__closure__", None) or ()
+    return function if any(callable(cell.cell_contents) for cell in cells) else getattr(function, "__code__", function)
+
+
+def parameters_of(function: Callable) -> tuple[list[str], list[inspect.Parameter]]:
+    """The names of positional parameters, and the keyword-only parameters. Functions of C may not tell theirs."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return [], []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names, [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether the host may wait for values: not in a trace or a transform, nor while a CUDA graph is captured."""
+    if type(tensor) is not Tensor or tensor.is_meta or functorch_is_active() or torch.compiler.is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that was made in inference mode, as roll-outs are: autograd does not save the tensor."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor

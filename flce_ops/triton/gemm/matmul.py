@@ -1,0 +1,124 @@
+"""The three products by torch.matmul: a second backend, chosen by FLCE_GEMM=torch (backends.py). It is here to compare
+with cuBLAS, and shows what a backend has to do. It is slower: products pass through memory in float32.
+
+    logits             rows @ linear_weight.T in float32, (n, V); the epilogues of logits_gemm.py read these tiles
+    weight_gradient    E.T @ rows in float32, added to a float32 sum over chunks, rounded once
+    input_gradient     E @ linear_weight in float32, finished in ATen, rounded once
+
+Only the device knows how many rows are valid. What follows them in memory may be nan, so it is replaced by zeros. The
+float32 products are beside the workspace: 4 n V bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from ...math.options import LogitOptions
+from ...support.integers import cdiv
+from ..rows.valid_tokens import ValidTokens
+from .class_blocks import EVERY_BLOCK, ClassBlocks
+from .epilogues import Epilogue
+from .input_gradient import SUMMED, Finish
+from .logits_gemm import launch_logits_gemm
+from .tiles import Tiles
+from .tma import NO_OUTER, Outer
+
+# n rows of a chunk, D hidden, V vocabulary
+
+UNSUPPORTED = "FLCE_GEMM=torch: {what} needs the Triton GEMMs; unset FLCE_GEMM"
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def is_valid(valid_tokens: ValidTokens, n: int) -> Tensor:  # (n, 1) bool
+    return (torch.arange(n, device=valid_tokens.total.device) < valid_tokens.total - valid_tokens.start)[:, None]
+
+
+def launch_logits(
+    input: Tensor,  # (n, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    epilogue: Epilogue,
+    logit_options: LogitOptions,
+    valid_tokens: ValidTokens,
+    *,
+    out: Tensor | None = None,  # (n, V)
+    guard: Tensor | None = None,
+    before_softcap: bool = False,
+    tiles: Tiles | None = None,
+    matrices: list | None = None,
+) -> list:
+    # A pass with a guard nearly always returns at once, which only a kernel can.
+    products = product(input, linear_weight.T) if guard is None else None
+    return launch_logits_gemm(
+        input,
+        linear_weight,
+        linear_bias,
+        epilogue,
+        logit_options,
+        valid_tokens,
+        out=out,
+        guard=guard,
+        before_softcap=before_softcap,
+        tiles=tiles,
+        matrices=matrices,
+        products=products,
+    )
+
+
+class MatmulWeightGradient:
+    """grad_linear_weight of a step of one or several chunks, as weight_gradient.WeightGradient."""
+
+    def __init__(self, out: Tensor, tokens: int, chunks: int, adds: bool = False, outer: Outer = NO_OUTER) -> None:
+        self.out, self.tokens, self.adds, self.outer, self.blocks = out, tokens, adds, outer, EVERY_BLOCK
+        self.sum = out.new_zeros(out.shape, dtype=torch.float32)
+
+    def add(self, exponentials: Tensor, rows: Tensor, valid_tokens: ValidTokens) -> None:
+        if self.blocks.number is not None:
+            raise NotImplementedError(UNSUPPORTED.format(what="a sparse gradient"))
+        n, valid = rows.shape[0], is_valid(valid_tokens, rows.shape[0])
+        self.sum += product(torch.where(valid, exponentials, 0).T, torch.where(valid, rows, 0))
+        if self.outer[1] is not None and valid_tokens.start == 0:
+            row, column = self.outer
+            self.sum += column if row is None else torch.outer(row, column)
+        if self.adds:
+            self.out += self.sum
+            self.sum.zero_()
+        elif valid_tokens.start + n == self.tokens:
+            self.out.copy_(self.sum)
+
+
+def launch_input_gradient(
+    out: Tensor,  # (n, D) rows of grad_input
+    exponentials: Tensor,  # (n, V)
+    linear_weight: Tensor,  # (V, D)
+    finish: Finish,
+    valid_tokens: ValidTokens,
+    memory: Tensor,
+    blocks: ClassBlocks = EVERY_BLOCK,
+    by_ranges: bool = False,
+) -> None:
+    for what, asked in (("a sparse gradient", blocks.number is not None), ("batch_invariant", by_ranges)):
+        if asked:
+            raise NotImplementedError(UNSUPPORTED.format(what=what))
+    (n, hidden), valid = out.shape, is_valid(valid_tokens, out.shape[0])
+    found = product(torch.where(valid, exponentials, 0), linear_weight)
+    if finish.row_factor is not None:
+        found *= finish.row_factor[:, None]
+    if finish.column is not None:
+        here = valid[:, 0] & (finish.column >= 0)
+        column = torch.where(here, finish.column, 0)
+        found += torch.where(here, finish.residual, 0.0)[:, None] * linear_weight[column].float()
+    if finish.outer_row is not None:
+        found += torch.outer(finish.outer_row, finish.outer_column)
+    found = torch.where(valid, found, 0.0)
+    if finish.sums is not None:
+        token = torch.where(valid[:, 0], valid_tokens.order, 0)
+        of_columns = (found * finish.input.pointer[token].float()).split(SUMMED.value, 1)
+        finish.sums.copy_(torch.stack([part.sum(1) for part in of_columns], 1))
+        assert finish.sums.shape[1] == cdiv(hidden, SUMMED.value) and n == finish.sums.shape[0]
+    out.copy_(found)
