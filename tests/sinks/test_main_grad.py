@@ -71,7 +71,7 @@ def test_the_gradient_is_added_and_the_others_are_autograds(device, name, reduct
 def test_tokens_whose_logits_are_saved_take_three_passes_and_others_four(rows):
     inputs = make_inputs(RAGGED)
     N, D, V = RAGGED
-    row_bytes = 2 * flce_ops.meta.saved_columns(V, torch.float32)
+    row_bytes = 2 * flce_ops.math.options.saved_columns(V, torch.float32)
     main_grad = buffer_of(inputs)
     with (
         flce_ops.workspace(1 << 20, retained=-(-rows // 128) * 128 * row_bytes),
