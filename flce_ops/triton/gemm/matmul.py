@@ -48,6 +48,7 @@ def launch_logits(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,
+    before_softcap: bool = False,
     tiles: Tiles | None = None,
     matrices: list | None = None,
 ) -> list:
@@ -62,6 +63,7 @@ def launch_logits(
         valid_tokens,
         out=out,
         guard=guard,
+        before_softcap=before_softcap,
         tiles=tiles,
         matrices=matrices,
         products=products,
