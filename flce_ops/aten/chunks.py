@@ -186,7 +186,7 @@ def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
 
 def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> Iterable[tuple]:
     """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
-    row_bytes = product.shape[1] * accumulation_dtype(input.dtype).itemsize
+    row_bytes = max(product.shape[1], 1) * accumulation_dtype(input.dtype).itemsize  # a rank may have no class
     step = max(nbytes // row_bytes, 1)
     if input.device.type == "cpu":
         step = max(step, 2 * ROWS_OF_A_BLOCK)
