@@ -166,7 +166,7 @@ def newer(random: Random, case: Case) -> dict:
 
 
 def formula(random: Random, names: tuple[str, ...]) -> str:
-    """A loss of one token that depends on each of these names."""
+    """A loss of one token that depends on each of these names. Its last term is one that no other cancels."""
     terms = {
         "lp": (
             "lp",
@@ -187,7 +187,7 @@ def formula(random: Random, names: tuple[str, ...]) -> str:
         x, y = made(depth - 1), made(depth - 1)
         return random.choice((f"({x} * {y})", f"({x} + {y})", f"torch.where(a > 0.0, {x}, {y})", f"({x} - g * {y})"))
 
-    return f"{made(random.randint(0, 2))} - {' - '.join(random.choice(terms[name]) for name in names)} - lp"
+    return f"{made(random.randint(0, 2))} - {' - '.join(random.choice(terms[name]) for name in names)} - 1.618 * lp"
 
 
 def numbers(random: Random, case: Case) -> dict:
