@@ -66,9 +66,9 @@ def layouts(device):
                 full(found.loss).backward()
                 leaves |= {"input": head[0], "linear_weight": head[1]}
                 assert error(full(found.loss), expected["loss"]) < 1e-12
-                assert error(full(found.log_probs).view(expected["log_probs"].shape), expected["log_probs"]) < 1e-12
+                assert error(full(found.log_probs).reshape(expected["log_probs"].shape), expected["log_probs"]) < 1e-12
                 for name in ("input", "linear_weight", "token_weight"):
-                    assert error(full(leaves[name].grad).view(expected[name].shape), expected[name]) < 1e-12, name
+                    assert error(full(leaves[name].grad).reshape(expected[name].shape), expected[name]) < 1e-12, name
 
 
 @pytest.mark.parametrize("world", worlds(2, gloo=(2,)))
