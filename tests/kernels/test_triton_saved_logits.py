@@ -110,7 +110,7 @@ def test_a_logit_above_its_maximum_by_a_rounding_is_saved_as_the_maximum():
 def test_logits_of_saved_rows_are_not_made_again(retain, again, monkeypatch):
     args, made = operands((20, 24, 131), torch.float32, {}), []
     rows = launch_forward(*args, retain=retain)
-    (own,) = backends.BACKENDS
+    own = backends.BACKENDS[-1]
 
     def logits(*operands, **options):
         made.append(operands[0].shape[0])
