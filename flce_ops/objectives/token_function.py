@@ -144,8 +144,8 @@ class TokenLoss:
         """Refuses a loss that is differentiable by a tensor which the function closes over. A loss that makes its
         gradients in forward could not give that tensor one.
         """
-        own = [tensor for number in numbers for tensor in with_unwrapped(number)]
-        seen, leaves = {None, *(tensor.grad_fn for tensor in own)}, {id(tensor) for tensor in own}
+        read = [tensor for number in numbers for tensor in with_unwrapped(number)]
+        seen, leaves = {None, *(tensor.grad_fn for tensor in read)}, {id(tensor) for tensor in read}
         nodes: list[Any] = [tensor.grad_fn for tensor in with_unwrapped(losses)]
         while nodes:
             node = nodes.pop()

@@ -9,17 +9,16 @@ Only the device knows how many rows are valid. What follows them in memory may b
 float32 products are beside the workspace: 4 n V bytes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...math.options import LogitOptions
 from ...support.integers import cdiv
 from ..rows.valid_tokens import ValidTokens
 from .class_blocks import EVERY_BLOCK, ClassBlocks
-from .epilogues import Epilogue
 from .input_gradient import SUMMED, Finish
 from .logits_gemm import launch_logits_gemm
-from .tiles import Tiles
 from .tma import NO_OUTER, Outer
 
 # n rows of a chunk, D hidden, V vocabulary
@@ -41,33 +40,14 @@ def is_valid(valid_tokens: ValidTokens, n: int) -> Tensor:  # (n, 1) bool
 def launch_logits(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
-    linear_bias: Tensor | None,  # (V,)
-    epilogue: Epilogue,
-    logit_options: LogitOptions,
-    valid_tokens: ValidTokens,
-    *,
-    out: Tensor | None = None,  # (n, V)
+    *others: Any,
     guard: Tensor | None = None,
-    before_softcap: bool = False,
-    tiles: Tiles | None = None,
-    matrices: list | None = None,
+    **options: Any,
 ) -> list:
+    """Takes the arguments of launch_logits_gemm."""
     # A pass with a guard nearly always returns at once, which only a kernel can.
     products = product(input, linear_weight.T) if guard is None else None
-    return launch_logits_gemm(
-        input,
-        linear_weight,
-        linear_bias,
-        epilogue,
-        logit_options,
-        valid_tokens,
-        out=out,
-        guard=guard,
-        before_softcap=before_softcap,
-        tiles=tiles,
-        matrices=matrices,
-        products=products,
-    )
+    return launch_logits_gemm(input, linear_weight, *others, guard=guard, products=products, **options)
 
 
 class MatmulWeightGradient:
