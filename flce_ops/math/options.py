@@ -35,7 +35,7 @@ def saved_columns(num_classes: int, dtype: torch.dtype) -> int:
     """The number of 16-bit columns in a row of saved logits. Each row starts at a multiple of 16 bytes.
 
     A row has V numbers of the operands' dtype and a float32 for each tile. Only the kernels know their format
-    (flce_ops/triton/steps/quantized_logits.py, flce_ops/aten/chunks.py).
+    (flce_ops/triton/logits/stored.py, flce_ops/aten/chunks.py).
     """
     numbers, maxima = (num_classes + 7) // 8, (num_classes + 4 * CLASSES_PER_MAXIMUM - 1) // (4 * CLASSES_PER_MAXIMUM)
     return 4 * dtype.itemsize * (numbers + maxima)

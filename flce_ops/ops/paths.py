@@ -7,7 +7,7 @@
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
 A condition reads CallFacts (call_facts.py), never data on a device. docs/paths.md shows the tables. How
-Triton divides the tokens is in triton/steps/chunking.py.
+Triton divides the tokens is in triton/steps/chunks.py.
 """
 
 import functools
@@ -150,25 +150,25 @@ KERNELS = {
         ".with_grad:vocab_parallel_with_grad",
     ),
     "cross_entropy_forward": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_forward", ".forward:logits_forward"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".forward:logits_forward"
     ),
     "cross_entropy_backward": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_backward", ".backward:logits_backward"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".backward:logits_backward"
     ),
     "cross_entropy_with_grad": kernels(
-        TRITON_OF_LOGITS, ".given_logits.cross_entropy:launch_with_grad", ".with_grad:logits_with_grad"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_with_grad", ".with_grad:logits_with_grad"
     ),
     "cross_entropy_with_grad_": kernels(
         TRITON_OF_LOGITS,
-        ".given_logits.cross_entropy:launch_with_grad_in_place",
+        ".logits.cross_entropy:launch_with_grad_in_place",
         ".with_grad:logits_with_grad_in_place",
     ),
     "linear_token_loss_with_grad": kernels(
         (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_token_loss_with_grad", ".with_grad:token_loss_with_grad"
     ),
-    "linear_kl_div_forward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_forward", ".kl_div:forward"),
-    "linear_kl_div_backward": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_backward", ".kl_div:backward"),
-    "linear_kl_div_with_grad": kernels(KL_DIV, ".divergence.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
+    "linear_kl_div_forward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_forward", ".kl_div:forward"),
+    "linear_kl_div_backward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_backward", ".kl_div:backward"),
+    "linear_kl_div_with_grad": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),
 }
 
 

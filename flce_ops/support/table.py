@@ -1,7 +1,7 @@
 """A table of paths: the first row whose conditions all hold is chosen.
 
 Conditions read whatever the table is about: a call (ops/paths.py), or the sizes of a problem
-(triton/steps/chunking.py).
+(triton/steps/chunks.py).
 """
 
 from collections.abc import Callable

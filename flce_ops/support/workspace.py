@@ -153,11 +153,11 @@ def set_workspace(nbytes: float | None = None, *, retained: float | None = None)
 
     Args:
         nbytes: temporary memory of one call. Kernels read the value when they run, in compiled graphs too, so nothing
-            is compiled again. Triton's kernels always hold at least 512 rows of logits (128 in linear_kl_div), ATen 128
-            (64 on a CPU), so a very small value is exceeded rather than refused. On a CPU a chunk takes no more than 16
-            MiB, unless that is fewer than 128 rows. The ATen kernels sum the weight's gradient of 16-bit operands over
-            chunks in float32 if that (V, D) sum takes at most half of nbytes or 32 MiB, on a CPU over more than 8
-            chunks. The float32 sums of a double backward come on top.
+            is compiled again. Triton's kernels always hold at least 512 rows of logits, of both models together in
+            linear_kl_div, and ATen 128 (64 on a CPU), so a very small value is exceeded rather than refused. On a CPU a
+            chunk takes no more than 16 MiB, unless that is fewer than 128 rows. The ATen kernels sum the weight's
+            gradient of 16-bit operands over chunks in float32 if that (V, D) sum takes at most half of nbytes or 32
+            MiB, on a CPU over more than 8 chunks. The float32 sums of a double backward come on top.
         retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs) and a
             scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of 16-bit operands: 3
             GEMM passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was

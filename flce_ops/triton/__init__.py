@@ -4,8 +4,7 @@
     gemm/             the three GEMMs
     rows/             kernels over rows of tokens, before and after the GEMMs
     sparse/           sparse gradients: the entries that are kept
-    divergence/       linear_kl_div
-    given_logits/     cross_entropy of given logits
+    logits/           logits in memory: saved for backward, of both models in linear_kl_div, given to cross_entropy
 
 This package is imported only when a CUDA kernel of an operator runs.
 """

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import triton
+import triton.language as tl
 
 # Names of integer kernel arguments that depend on the number of tokens. Unless it is told not to, Triton compiles a
 # kernel again if such an argument is 1 or a multiple of 16. If a distance between rows is among them, the kernel rounds
@@ -37,3 +38,11 @@ class Kernel(triton.KernelInterface):
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return partial(self.jit.run, grid=grid, warmup=launches.only_compile, **OPTIONS)
+
+
+@triton.jit
+def everywhere(condition, like):
+    """A mask for a block `like` from a scalar condition. Triton's interpreter would broadcast the condition
+    itself as integers, which are no mask since Triton 3.9.
+    """
+    return tl.full(like.shape, condition.to(tl.int32), tl.int32) > 0

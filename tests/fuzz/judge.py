@@ -112,11 +112,9 @@ def constants_of_chunking(case: Case, device: str) -> list[tuple[object, str, in
         found.append((flce_ops.aten.chunks, "CPU_ROWS_AT_LEAST", ROWS_OF_SHORT_CHUNKS))
     if device == "cpu":
         return found
-    # kl_div_chunking: imported before the constants that it takes from chunks.py change
-    from flce_ops.triton.divergence import kl_div_chunking  # noqa: F401
-    from flce_ops.triton.steps import chunking, chunks, forward, gradients
+    from flce_ops.triton.steps import chunks, forward, gradients
 
-    chunking.best_chunking.cache_clear()  # of what was cached with other constants
+    chunks.best_chunking.cache_clear()  # of what was cached with other constants
     if case.short_chunks:
         found += [(module, "MULTIPLE", ROWS_OF_SHORT_TRITON_CHUNKS) for module in (chunks, forward, gradients)]
         found.append((budgets, "LEAST_ROWS", ROWS_OF_SHORT_TRITON_CHUNKS))

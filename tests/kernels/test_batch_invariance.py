@@ -17,7 +17,7 @@ from benchmarks.shapes import Shape
 from flce_ops.aten.chunks import cut
 from flce_ops.math.statistics import log_probs_of_targets
 from flce_ops.triton import launch_forward, launch_with_grad
-from flce_ops.triton.steps.chunking import best_chunking
+from flce_ops.triton.steps.chunks import best_chunking
 from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
 CPU = torch.device("cpu")

@@ -47,7 +47,7 @@ def from_cotangents(pool, count, invariant, keep=None):
 
 
 def of_divergence(pool, count, invariant, keep=None):
-    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
+    from flce_ops.triton.logits.kl_div import launch_kl_div_with_grad
 
     valid = torch.arange(count) < (count if keep is None else keep)
     models = (pool.input[:count], pool.linear_weight, None, pool.teacher_input[:count], pool.teacher_weight, None, None)

@@ -24,8 +24,7 @@ from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.copy_rows import launch_spread_rows
 from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.steps.chunking import best_chunking, problem_of
-from flce_ops.triton.steps.chunks import CHUNKS_MORE, product_bytes, rows_that_fit, slices
+from flce_ops.triton.steps.chunks import CHUNKS_MORE, best_chunking, problem_of, product_bytes, rows_that_fit, slices
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -233,8 +232,8 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
 def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
     """The steps take all products from the first table row that accepts the operands."""
     from flce_ops.triton import launch_backward, launch_forward
-    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
     from flce_ops.triton.gemm import backends
+    from flce_ops.triton.logits.kl_div import launch_kl_div_with_grad
 
     own, made = backends.BACKENDS[-1], []
 
@@ -273,8 +272,8 @@ def test_a_backend_of_the_gemms_is_a_row(monkeypatch):
 def test_torch_matmul_makes_every_product_where_the_environment_asks_for_it(smoothed, device, monkeypatch):
     """Several chunks, ignored tokens, a row whose loss is above 40 nats: the numbers of the Triton GEMMs."""
     from flce_ops.triton import launch_backward, launch_forward
-    from flce_ops.triton.divergence.kl_div import launch_kl_div_with_grad
     from flce_ops.triton.gemm import backends
+    from flce_ops.triton.logits.kl_div import launch_kl_div_with_grad
 
     n, d, v = 300, 72, 331
     x, w = torch.randn(n, d, device=device), torch.randn(v, d, device=device)

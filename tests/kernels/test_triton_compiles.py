@@ -42,9 +42,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from flce_ops import token_loss
 from flce_ops.support.vendor import Chip
-from flce_ops.triton.divergence import kl_div
+from flce_ops.triton.logits import kl_div
 from flce_ops.triton.gemm import device
-from flce_ops.triton.given_logits import cross_entropy
+from flce_ops.triton.logits import cross_entropy
 from flce_ops.triton.kernel import OPTIONS, Kernel
 from flce_ops.triton.steps import backward, forward, with_grad
 
@@ -88,9 +88,13 @@ def rows(**options):
     known["retained"] = found[9] if options.get("retain") else None
     backward.launch_backward(per_token, per_token, None, input, weight, target, None, None, found[1], **known, **every)
 
-def divergence(kind="reverse", beta=None):
+def divergence(kind="reverse", beta=None, **options):
     models = (input, weight, None, input, weight, None, None, None)
-    kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every)
+    kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every, **options)
+
+def known_divergence():
+    models, shift = (input, weight, None, input, weight, None, None, None), torch.empty(2, tokens)
+    kl_div.launch_kl_div_backward(per_token, *models, shift, shift, per_token, kind="reverse", **every)
 
 def logits():
     cross_entropy.launch_with_grad(logits_made, target, None, None, None, label_smoothing=0.1, z_loss=number)
@@ -102,8 +106,7 @@ def sparse():
 
 OBJECTIVES = """
 OF_TOKENS = "finish_rows_kernel", "token_numbers_kernel", "in_order_kernel"
-OF_ROWS = *OF_TOKENS, "finish_forward_kernel", "row_statistics_kernel"
-KERNELS = *OF_ROWS, "divergence_kernel", "finish_divergence_kernel", "rows_kernel"
+KERNELS = *OF_TOKENS, "row_numbers_kernel", "stored_tiles_kernel", "finish_divergence_kernel", "rows_kernel"
 compiled = []
 
 def look(kernel, grid, args, options):
@@ -126,12 +129,16 @@ assert compiled == [in_order, in_order, *of_tokens, in_order, *of_tokens, *[in_o
 compiled.clear()
 loss(lse=True, entropy=True, log_sum_sq_probs=True)
 forward.launch_forward(input, weight, target, None, expected_log_prob=True, log_sum_sq_probs=True)
-of_rows = ["row_statistics_kernel", "finish_forward_kernel", "row_statistics_kernel"]
-assert compiled == ["finish_rows_kernel", *of_rows], compiled
+assert compiled == ["finish_rows_kernel", "row_numbers_kernel", "row_numbers_kernel"], compiled
 compiled.clear()
 for kind, beta in (("forward", None), ("reverse", None), ("jsd", number), ("tv", None), ("nla", None)):
     divergence(kind, beta)
-assert compiled.count("divergence_kernel") == 9 and compiled.count("finish_divergence_kernel") == 5, compiled
+assert compiled.count("stored_tiles_kernel") == 9 and compiled.count("finish_divergence_kernel") == 5, compiled
+compiled.clear()
+divergence("forward", softcap=number)
+known_divergence()
+rows(retain=tokens)
+assert compiled.count("stored_tiles_kernel") == 3, compiled
 logits()
 assert compiled[-1] == "rows_kernel"
 """

@@ -36,7 +36,7 @@ TOLERANCE = {torch.float32: 3.4e-6, torch.float16: 7e-4}
     ],
 )
 def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memory):
-    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
     logits, target, made = make_logits(shape, dtype=dtype, options=options)
     for absent in ("token_weight", "temperature"):
         made.pop(absent, None)
@@ -103,7 +103,7 @@ def test_large_logits_and_large_softcaps_leave_the_digits(shift, softcap, device
             in_one_pass = flce_ops.cross_entropy(z, target, token_weight=scale, reduction="sum", **options)
             by_lse, in_one_pass = (torch.autograd.grad(loss, z)[0] for loss in ((losses * scale).sum(), in_one_pass))
             return losses.detach(), by_lse, losses.detach(), in_one_pass
-        triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+        triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
         z, numbers = z.detach(), scalars(options)
         target_logit, lse, *_, rest = triton.launch_forward(z, target, None, **numbers)
         by_lse = triton.launch_backward(-scale, scale, None, z, target, None, lse, rest, **numbers)
@@ -118,7 +118,7 @@ def test_large_logits_and_large_softcaps_leave_the_digits(shift, softcap, device
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
 def test_bfloat16_logits_are_unpacked_as_they_are():
-    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
     logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
     found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
     right = logits_forward(logits.double(), target, None, logit_sum=True, argmax=True)
@@ -129,7 +129,7 @@ def test_bfloat16_logits_are_unpacked_as_they_are():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
 @pytest.mark.parametrize(("blocks", "ahead"), [(2, 2), (12, 4)])
 def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ahead, monkeypatch):
-    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
     asked, places, tile = [], [], triton.INTERPRETED
 
     def ask_for(row, groups, block):
@@ -137,7 +137,7 @@ def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ah
         places.append(int(row.pointer.handle.data.item()) - logits.data_ptr())
 
     monkeypatch.setattr(triton, "INTERPRETED", tile._replace(programs=2))
-    monkeypatch.setattr("flce_ops.triton.given_logits.cross_entropy_kernels.ask_for", ask_for)
+    monkeypatch.setattr("flce_ops.triton.logits.given_rows.ask_for", ask_for)
     rows = 2 * triton.multiprocessors(torch.empty(0)) + 1  # the first one's program runs the last one, too
     logits = torch.randn(rows, blocks * tile.block_g * 4)
     triton.launch_with_grad(logits, torch.zeros(rows, dtype=torch.int64), None, None, None)
@@ -148,7 +148,7 @@ def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ah
 @pytest.mark.parametrize(("blocks", "ahead"), [(3, 3), (8, 8), (12, 4), (16, 0), (20, 0)])
 def test_the_next_row_is_read_ahead_where_the_l2_has_room(blocks, ahead):
     """8 blocks of a row stay in registers. Those behind them and those of the next row share room for 8."""
-    kernels = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    kernels = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
     tile = kernels.SHORT
     logits = torch.empty(1, blocks * tile.block_g * 4, device="meta")  # a group has 4 numbers
     assert kernels.blocks_ahead(logits, tile) == ahead

@@ -26,7 +26,7 @@ from flce_ops.triton.gemm.epilogues import Largest
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.gather_tokens import launch_gather_targets
-from flce_ops.triton.rows.set_entries import launch_set_entries
+from flce_ops.triton.rows.gradient_factors import launch_set_entries
 from flce_ops.triton.rows.sum_losses import launch_sum_losses
 
 pytestmark = IN_INTERPRETER

@@ -10,7 +10,7 @@ from test_triton_saved_logits import RAGGED, case, gradients
 
 import flce_ops
 from flce_ops.triton import launch_backward, launch_backward_in_place, launch_forward
-from flce_ops.triton.steps.chunking import best_chunking
+from flce_ops.triton.steps.chunks import best_chunking
 
 pytestmark = IN_INTERPRETER
 

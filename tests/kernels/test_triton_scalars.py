@@ -19,7 +19,7 @@ from flce_ops import aten
 from flce_ops.aten import kl_div as aten_kl_div
 from flce_ops.aten.with_grad import token_loss_with_grad
 from flce_ops.triton import launch_backward, launch_with_grad
-from flce_ops.triton.divergence import kl_div
+from flce_ops.triton.logits import kl_div
 from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
 pytestmark = IN_INTERPRETER

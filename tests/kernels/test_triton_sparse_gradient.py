@@ -242,7 +242,7 @@ def test_several_spans_of_several_chunks(classes_per_entry, monkeypatch, poisone
     whole = launch_with_grad(*args, **chosen)
     assert flce_ops.last_path().chunks == 1
     monkeypatch.setattr("flce_ops.triton.sparse.sparse_step.span_at_most", lambda *_: 16)
-    monkeypatch.setattr("flce_ops.triton.steps.chunking.Problem.chunks", lambda self: slices(self.tokens, 12, 4))
+    monkeypatch.setattr("flce_ops.triton.steps.chunks.Problem.chunks", lambda self: slices(self.tokens, 12, 4))
     cut = launch_with_grad(*args, **chosen)
     assert flce_ops.last_path().chunks == 3  # 12 and 4 of a span of 16, and 12
     for ours, expected in zip(cut, whole, strict=True):

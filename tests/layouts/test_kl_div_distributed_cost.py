@@ -127,7 +127,7 @@ def test_triton_kernels_on_a_sharded_vocabulary(world):
 
 
 def triton_kernels(device):
-    from flce_ops.triton.divergence import kl_div
+    from flce_ops.triton.logits import kl_div
 
     mesh = mesh_of(device, dist.get_world_size())
     own = slice(31, V) if dist.get_rank() else slice(0, 31)

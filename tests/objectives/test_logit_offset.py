@@ -108,7 +108,7 @@ def test_weights_and_smoothing_of_given_logits_at_any_alignment(device, classes)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("classes, padded", [(131, 3), (5, 0), (64, 0)])
 def test_the_kernel_of_given_logits_keeps_their_digits(options, classes, padded):
-    triton = pytest.importorskip("flce_ops.triton.given_logits.cross_entropy")
+    triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
     inputs = make_inputs((SHAPE[0], SHAPE[1], classes), weight="weight" in options)
     logits = F.linear(inputs.input.detach(), inputs.linear_weight.detach()).double().float() + 3000.0
     logits = F.pad(logits, (0, padded))[:, :classes]

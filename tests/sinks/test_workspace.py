@@ -209,10 +209,10 @@ def test_a_block_inside_a_compiled_function_is_a_graph_break():
 
 def test_a_chunk_holds_2048_rows_by_default_and_512_at_least(monkeypatch):
     pytest.importorskip("triton")
-    from flce_ops.triton.steps.chunking import best_chunking, problem_of
+    from flce_ops.triton.steps.chunks import best_chunking, problem_of
 
     head = torch.empty(256000, 2304, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr("flce_ops.triton.steps.chunking.multiprocessors", lambda matrix: 132)
+    monkeypatch.setattr("flce_ops.triton.steps.chunks.multiprocessors", lambda matrix: 132)
     monkeypatch.setattr("flce_ops.triton.gemm.device.chip_of", lambda device: Chip(90, 132))
 
     def rows() -> int:

@@ -4,10 +4,10 @@ e).
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
                                             sum_cols E^2;   sum_cols z
-                or quantized z in place of E, and max_cols z for these                             (quantized_logits.py)
+                or stored z in place of E                                                          (logits/stored.py)
     largest     reference = max(reference, max_cols z), for rows that raised the guard         (steps/exponentials.py)
     max_sum     u = z - row_max, row_max = max_cols z    partial[tile, rows] = sum_cols exp(u)
-                and where u is stored, of u as it is rounded there
+                and where z is stored, of z as it is rounded there
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
 
 An epilogue returns the tile that the GEMM rounds and stores. Each epilogue reads its operands from the named tuple
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..divergence.fixed_point import from_fixed_point, to_fixed_point
+from ..logits.stored import StoredLogits, from_stored, max_places, to_stored
+from ..rows.logit_numbers import capped
 from ..rows.valid_tokens import row_distance
-from ..steps.quantized_logits import QuantizedLogits, largest_places, quantize
 
 # n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 
@@ -83,7 +83,7 @@ class ExpSum(NamedTuple):
     argmax: Tensor | None = None  # (T, n) int32, out; with row_max
     squares: Tensor | None = None  # (T, n) out, sum_cols E^2
     total: Tensor | None = None  # (T, n) out, sum_cols z
-    quantized: QuantizedLogits | None = None  # the epilogue writes its maxima
+    stored: StoredLogits | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
     # (1 + n,) int32 of 0, out: 1 for rows whose sum over a tile is too large or nan, and 1 at place 0 if there are any
     guard: Tensor | None = None
@@ -126,11 +126,11 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)
     store_sum(operands.squares, result * result, partial_offset, row_mask)
-    if operands.quantized is not None:
-        largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
-        largest = tl.where(largest == float("-inf"), 0.0, largest)
-        tl.store(largest_places(operands.quantized, rows, tile), largest, mask=row_mask)
-        result = quantize(z, largest, operands.quantized.steps)
+    if operands.stored is not None:
+        tile_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
+        tile_max = tl.where(tile_max == float("-inf"), 0.0, tile_max)
+        tl.store(max_places(operands.stored, rows, tile), tile_max, mask=row_mask)
+        result = to_stored(z - tile_max[:, None], operands.stored.numbers.dtype.element_ty)
     return result
 
 
@@ -152,9 +152,10 @@ def largest(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
 class MaxSum(NamedTuple):
     partial: Tensor  # (T, n) out
     row_max: Tensor  # (T, n) out
-    # (n, V), where the GEMM stores the result: the sums are those of numbers rounded to its dtype, for the reason that
-    # divergence/softmax_rows.py gives
-    stored: Tensor | None = None
+    # What the GEMM stores. Its maxima are row_max, except under a softcap. The sums are those of the rounded logits:
+    # logits/divergence_rows.py says why.
+    stored: StoredLogits | None = None
+    softcap: Tensor | None = None  # (), if z are logits before a softcap, which are stored
 
 
 @triton.jit
@@ -166,12 +167,13 @@ def max_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     u = in_vocabulary(z - finite[:, None], col_mask, float("-inf"), EVEN_V)
     result = u
     if operands.stored is not None:
-        if operands.stored.dtype.element_ty == tl.int16:
-            result = to_fixed_point(u)
-            u = from_fixed_point(result)
-        else:
-            result = u.to(operands.stored.dtype.element_ty)
-            u = result.to(tl.float32)
+        result = to_stored(u, operands.stored.numbers.dtype.element_ty)
+        u = from_stored(result)
+        if operands.softcap is not None:
+            tl.store(max_places(operands.stored, rows, tile), finite, mask=row_mask)
+            z, _ = capped(u + finite[:, None], operands.softcap)
+            row_max, _ = capped(row_max, operands.softcap)
+            u = in_vocabulary(z - row_max[:, None], col_mask, float("-inf"), EVEN_V)
     store_sum(operands.partial, tl.exp2(u), partial_offset, row_mask)
     tl.store(operands.row_max + partial_offset, row_max, mask=row_mask)
     return result
@@ -192,16 +194,32 @@ class Gradient(NamedTuple):
 
 @triton.jit
 def gradient(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
-    class_weight = class_weights(operands.class_weight, cols, col_mask)
     reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
-    result = tl.exp2(z - reference_logit[:, None])
+    return gradient_of_rows(operands, z - reference_logit[:, None], rows, cols, row_mask, col_mask)
+
+
+@triton.jit
+def gradient_of_rows(operands, log2_p, rows, cols, row_mask, col_mask):
+    """G from z - reference. Stored logits take this function, too (logits/stored_tiles.py)."""
     row_factor = tl.load(operands.row_factor + rows, mask=row_mask, other=0.0)[:, None]
+    shift_factor, sum_factor, weight = None, None, 1.0
     if operands.shift_factor is not None:
         shift_factor = tl.load(operands.shift_factor + rows, mask=row_mask, other=0.0)[:, None]
-        row_factor += tl.where(result > 0.0, shift_factor * (z - reference_logit[:, None]), 0.0)
-    result = result * row_factor
     if operands.sum_factor is not None:
-        result += tl.load(operands.sum_factor + rows, mask=row_mask, other=0.0)[:, None] * class_weight
+        sum_factor = tl.load(operands.sum_factor + rows, mask=row_mask, other=0.0)[:, None]
+        weight = class_weights(operands.class_weight, cols, col_mask)
+    return logit_gradient(log2_p, row_factor, shift_factor, sum_factor, weight)
+
+
+@triton.jit
+def logit_gradient(log2_p, row_factor, shift_factor, sum_factor, weight):
+    """G of a row objective, but for the target's entry; given logits take this function, too (logits/row_blocks.py)."""
+    result = tl.exp2(log2_p)
+    if shift_factor is not None:
+        row_factor += tl.where(result > 0.0, shift_factor * log2_p, 0.0)
+    result = result * row_factor
+    if sum_factor is not None:
+        result += sum_factor * weight
     return result
 
 

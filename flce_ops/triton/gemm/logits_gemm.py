@@ -10,8 +10,7 @@
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
     result = epilogue(z), which also stores sums, one number per row and tile             (epilogues.py)
              0 in a tile's rows after the last valid token                            (valid_tokens.py)
-    out = result dz/du / logit_scale, rounded once; optional            (max_sum: without dz/du, or the logits
-                                                                         before the softcap)
+    out = result dz/du / logit_scale, rounded once; optional                        (max_sum: without dz/du)
 
 The epilogue "exp_sum" works with any reference that is at most 40 nats below the row's largest logit. It rounds the
 exponential to bfloat16, and the relative error of that does not depend on the reference. The target's own logit is such
@@ -21,14 +20,13 @@ the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...support.integers import cdiv
 from ..kernel import Kernel
-from ..rows.logit_numbers import loaded
+from ..rows.logit_numbers import base2_logits, loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient
@@ -36,40 +34,6 @@ from .tiles import Tiles
 from .tma import Matrix, block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, matrix_of, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
-
-LOG2E = tl.constexpr(1.4426950408889634)
-# Coefficients of (tanh(y) / y - 1) / w in powers of w = (2 y log2 e)^2, for w < 2.5: minimax, relative to tanh(y).
-TANH = tl.constexpr((-4.0037299e-2, 1.9218430e-3, -9.1303815e-5, 3.4282380e-6))
-
-
-@triton.jit
-def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
-    """Returns (z UNIT, dz/du / logit_scale) for the raw products `acc`. The second is meaningful only with a softcap.
-
-    `logit_options`, LogitOptions or LogitNumbers, says which options there are. `numbers` are these options, loaded:
-    scalars, or numbers of rows that broadcast.
-    """
-    logit_scale, softcap = numbers.logit_scale, numbers.softcap
-    if bias is not None:
-        acc = acc + bias
-    if logit_options.softcap is not None:
-        # With e = exp(2 y): tanh y = 1 - 2 / (1 + e) and 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel where tanh
-        # is near 1. e stays finite; from 2^126 on the slope is 0 to any digit.
-        y2 = acc * (2.0 * LOG2E * logit_scale / softcap)
-        e = tl.exp2(tl.where(y2 > 126.0, 126.0, y2))
-        inverse = 1.0 / (1.0 + e)
-        # Below |y| = 0.55 that form of tanh cancels: its absolute error is 6e-8 whatever y is. There z is u times
-        # tanh(y) / y, a polynomial in y2^2 with a relative error of 3e-8, so a large cap keeps all digits of u. The
-        # polynomial adds 8 instructions to the 11 to 15 that the other form takes.
-        square = y2 * y2
-        tanh_by_y = 1.0 + square * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
-        small = acc * (logit_scale * UNIT) * tanh_by_y
-        z = tl.where(square < 2.5, small, (1.0 - 2.0 * inverse) * (softcap * UNIT))
-        dz_du = 4.0 * inverse * (e * inverse)
-    else:
-        z = acc * (logit_scale * UNIT)
-        dz_du = acc
-    return z, dz_du
 
 
 @Kernel
@@ -97,7 +61,6 @@ def logits_gemm_kernel(
     STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
     STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
-    BEFORE_SOFTCAP: tl.constexpr,
     MADE: tl.constexpr,
 ):
     numbers = loaded(logit_numbers)
@@ -133,18 +96,10 @@ def logits_gemm_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        if BEFORE_SOFTCAP:  # z is that of the rounded logits, as their reader computes it
-            logits = (acc if bias is None else acc + bias) * numbers.logit_scale
-            logits = in_dtype_of(out, logits, USE_TMA)
-            without_scale = LogitOptions(numbers.softcap, 1.0)  # type: ignore[arg-type]
-            z, dz_du = base2_logits(logits.to(tl.float32), None, logit_numbers, without_scale)
-        else:
-            z, dz_du = base2_logits(acc, bias, logit_numbers, numbers)
+        z, dz_du = base2_logits(acc, bias, logit_numbers, numbers)
         result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
         if STORED:
-            if BEFORE_SOFTCAP:
-                result = logits
-            elif SLOPED:
+            if SLOPED:
                 result = result * dz_du
             if USE_TMA:
                 rounded = in_dtype_of(out, result, USE_TMA)
@@ -171,7 +126,6 @@ def launch_logits_gemm(
     *,
     out: Tensor | None = None,  # (n, V)
     guard: Tensor | None = None,  # (1 + n,)
-    before_softcap: bool = False,  # store the logits before the softcap, in nats, instead of the epilogue's result
     tiles: Tiles | None = None,
     matrices: list | None = None,  # what an earlier launch on the same operands returned
     products: Tensor | None = None,  # (n, V) float32: input @ linear_weight.T, if another backend has made it
@@ -206,7 +160,6 @@ def launch_logits_gemm(
         STORE_HALVES=tiles.store_halves,
         # the results of the other two are logits, not gradients
         SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
-        BEFORE_SOFTCAP=before_softcap,
         MADE=products is not None,
         **tiles.options,
     )

@@ -60,7 +60,8 @@ def launch_sum_tiles(
 def max_and_sum_kernel(
     partial_max_ptr,  # (T, n) base 2
     partial_ptr,  # (T, n)
-    out_ptr,  # (2, n) out: max_t partial_max_t, and log2 sum_t partial_t exp2(partial_max_t - that maximum)
+    out_ptr,  # (n,) out: max_t partial_max_t
+    log_sum_ptr,  # (n,) out: log2 sum_t partial_t exp2(partial_max_t - that maximum)
     valid_tokens,  # ValidTokens
     n,
     T,
@@ -87,15 +88,16 @@ def max_and_sum_kernel(
     # a rank whose classes are all at -inf gets probabilities of 0, not nan
     running_max = tl.where(running_max == float("-inf"), 0.0, running_max)
     tl.store(out_ptr + rows, running_max, mask=rows < count)
-    tl.store(out_ptr + n + rows, tl.log2(running_sum), mask=rows < count)
+    tl.store(log_sum_ptr + rows, tl.log2(running_sum), mask=rows < count)
 
 
 def launch_max_and_sum(
     partial_max: Tensor,  # (T, n')
     partial: Tensor,  # (T, n')
-    out: Tensor,  # (2, n)
+    out: Tensor,  # (n,), as is log_sum
+    log_sum: Tensor,
     valid_tokens: ValidTokens,
 ) -> None:
-    tiles, n = partial.shape[0], out.shape[-1]
+    tiles, n = partial.shape[0], out.shape[0]
     grid = (cdiv(n, BLOCKS["BLOCK_N"]),)
-    max_and_sum_kernel[grid](partial_max, partial, out, valid_tokens, n, tiles, **BLOCKS)
+    max_and_sum_kernel[grid](partial_max, partial, out, log_sum, valid_tokens, n, tiles, **BLOCKS)

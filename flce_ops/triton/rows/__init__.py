@@ -3,13 +3,12 @@
 valid_tokens.py          the valid tokens and their number, on the device
 copy_rows.py             copies rows of valid tokens side by side; c input; moves gradient rows back to their tokens
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
-logit_numbers.py         loads logit_scale and softcap
+logit_numbers.py         logits from the GEMM's products, by logit_scale and softcap
 topk.py                  the K classes of a token: equal classes; the largest entry
 token_numbers.py         the numbers that a function of one token reads, and its results
 finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
-row_statistics.py        entropy and other statistics of rows
-gradient_factors.py      before the GEMM of backward, where lse is known: the factors of G
-set_entries.py           the targets' entries of a gradient
+row_numbers.py           lse, entropy and other numbers of rows
+gradient_factors.py      in backward, where lse is known: the factors of G, and its entries at the targets
 target_rows.py           exact weight gradients of classes that are the target of few tokens
 smoothing.py             rank-1 terms
 column_sums.py           sums over tokens, the gradient of the bias among them

@@ -34,10 +34,9 @@ from torch import Tensor
 
 from ...support.integers import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
-from ..gemm.logits_gemm import base2_logits
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
-from .logit_numbers import loaded
+from .logit_numbers import base2_logits, loaded
 from .smoothing import ClassSum
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 

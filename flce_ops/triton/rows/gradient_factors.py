@@ -26,13 +26,13 @@ from ...math.options import LogitOptions
 from ...objectives.in_triton import number
 from ...support.integers import cdiv
 from ..gemm.epilogues import Gradient
-from ..gemm.logits_gemm import LOG2E
 from ..kernel import Kernel
 from .gather_tokens import AtTarget
+from .logit_numbers import LOG2E
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
-# N tokens, n rows of a chunk, K classes, V vocabulary
+# N tokens, n rows of a chunk, K classes, V vocabulary, C columns
 
 BLOCK_N = 64
 
@@ -183,3 +183,36 @@ def launch_gradient_factors(
         num_warps=2,
     )
     return rows, entry, residual, column if largest is None else largest
+
+
+@Kernel
+def set_entries_kernel(
+    matrix_ptr,  # (n, C)
+    column_ptr,  # (n, K)
+    value_ptr,  # (n, K)
+    valid_tokens,  # ValidTokens
+    n,
+    C,
+    stride_n,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """matrix[i, column_ik] = value_ik for valid tokens. Columns outside of the matrix, such as -1, are skipped. Equal
+    columns of a row have equal values.
+    """
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = places // TOPK
+    mask = rows < valid_rows(valid_tokens, n)
+    column = tl.load(column_ptr + places, mask=mask, other=-1)
+    value = tl.load(value_ptr + places, mask=mask, other=0.0)
+    inside = mask & (column >= 0) & (column < C)
+    tl.store(matrix_ptr + rows.to(tl.int64) * stride_n + column, value.to(matrix_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_set_entries(matrix: Tensor, column: Tensor, value: Tensor, valid_tokens: ValidTokens) -> None:
+    """`column` and `value` are (n,) or (n, K)."""
+    assert matrix.stride(1) == 1
+    (rows, columns), places = matrix.shape, 1 if column.dim() == 1 else column.shape[1]
+    set_entries_kernel[(cdiv(rows * places, 128),)](
+        matrix, column, value, valid_tokens, rows, columns, matrix.stride(0), TOPK=places, BLOCK=128
+    )

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from ...support.integers import cdiv, next_power_of_2
 from ..gemm.class_blocks import LIVE
-from ..kernel import Kernel
-from ..masks import everywhere
+from ..kernel import Kernel, everywhere
 
 # L lists, D hidden, T rows of the table, P splits at most
 

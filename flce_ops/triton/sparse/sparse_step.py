@@ -30,8 +30,7 @@ from ...support.workspace import matrix_bytes, reserved
 from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
 from ..rows.valid_tokens import ValidTokens
-from ..steps.chunking import Chunking, best_chunking, problem_of
-from ..steps.chunks import MULTIPLE, TOKEN_BYTES, slices
+from ..steps.chunks import MULTIPLE, TOKEN_BYTES, Chunking, best_chunking, problem_of, slices
 from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
 from .class_order import launch_class_order

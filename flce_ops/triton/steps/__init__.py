@@ -3,9 +3,7 @@
 forward.py, backward.py          one operator each
 with_grad.py                     gradients made in forward: any row objective, also with a shared vocabulary
     one_pass_step.py             the stages of a chunk
-chunks.py                        chunk sizes that fit the workspace
-chunking.py                      how tokens are divided
+chunks.py                        how tokens are divided into chunks that fit the workspace
 exponentials.py                  the logits GEMM against a reference per row, and the rescue
-gradients.py                     which gradients are made
-saved_gradient.py                G from logits that forward saved; quantized_logits.py: their 16-bit format
+gradients.py                     which gradients are made; the loop over chunks of a step that makes G
 """

@@ -1,5 +1,7 @@
-"""How the workspace is divided: rows of logits for a one-pass step, rows and columns for backward."""
+"""How a step divides its tokens into chunks: E, or stored logits and G, of a chunk's tokens fill the workspace."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,10 +11,10 @@ from ...math.reduction import Reduction
 from ...meta.call import Arguments
 from ...support.integers import cdiv
 from ...support.path import record_run
-from ...support.workspace import get_workspace, matrix_bytes
-from ..gemm.device import tiles_for
+from ...support.workspace import get_workspace, least_rows, matrix_bytes
+from ..gemm.device import input_tiles_for, multiprocessors, tiles_for, weight_tiles_for
 from ..gemm.split_k import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
-from ..gemm.tiles import Tiles
+from ..gemm.tiles import WEIGHT_TILES, Tiles
 from ..gemm.tma import fits_tma
 from ..gemm.weight_gradient import sum_bytes
 
@@ -87,6 +89,8 @@ class Problem(NamedTuple):
     tiles: Tiles  # tiles of the input gradient's GEMM
     weight_tiles: Tiles
     batch_invariant: bool = False
+    reserved: int = 0  # bytes beside the chunk's matrix
+    row_bytes: int = 0  # bytes of each row beside the matrix's
 
     def range_bytes(self) -> int:
         """Bytes of the products of ranges of V (split_k.py)."""
@@ -99,10 +103,10 @@ class Problem(NamedTuple):
 
     def fitting(self) -> int:
         """How many rows fit in a chunk."""
-        reserved = self.range_bytes()
+        reserved = self.reserved + self.range_bytes()
         reserved += small_bytes() * self.sum_pairs  # room for numbers per row and tile beyond the two of every step
         # grad_input, if wanted, holds the gathered tokens
-        row_bytes = 0 if self.want_input else self.hidden * self.itemsize
+        row_bytes = self.row_bytes + (0 if self.want_input else self.hidden * self.itemsize)
         of_rows = row_bytes, self.least_rows
         fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, *of_rows)
         if fitting < self.tokens:
@@ -152,6 +156,36 @@ class Problem(NamedTuple):
         return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
+@dataclass(frozen=True)
+class Chunking:
+    chunks: list[slice]
+    product_bytes: int  # workspace for float32 products with linear_weight
+
+
+def problem_of(
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, sum_pairs: int = 0, batch_invariant: bool = False
+) -> Problem:
+    want_input, want_weight, _ = output_mask
+    vocab, hidden = linear_weight.shape
+    of_call = tokens, vocab, hidden, linear_weight.dtype.itemsize, want_input, want_weight, sum_pairs
+    of_device = multiprocessors(linear_weight), input_tiles_for(linear_weight), weight_tiles_for(linear_weight)
+    return Problem(*of_call, get_workspace(), least_rows(), *of_device, batch_invariant)
+
+
+@functools.lru_cache(maxsize=256)
+def best_chunking(problem: Problem) -> Chunking:
+    chunks = problem.chunks()
+    return Chunking(chunks, problem.product_bytes(chunks[0].stop) if chunks else 0)
+
+
+def equal_chunking(problem: Problem) -> Chunking:
+    """Chunks that are the same on all ranks, if the problem's vocabulary is the largest shard."""
+    problem = problem._replace(weight_tiles=WEIGHT_TILES["hopper"])  # the same tiles on every device
+    fitting = problem.fitting()  # once: another thread may change the workspace
+    chunks = slices(problem.tokens, fitting)
+    return Chunking(chunks, product_bytes(fitting, chunks[0].stop, problem.vocab, problem.hidden, problem.itemsize))
+
+
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:
     """Records the chunks for flce_ops.last_path().
 
@@ -163,8 +197,10 @@ def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *no
 
 
 def padded(columns: int, itemsize: int) -> int:
-    """Columns of a row, padded to a multiple of 16 bytes, as TMA requires."""
-    multiple = 16 // itemsize
+    """Columns of a row, padded to a multiple of 32 bytes: with rows a multiple of 16 numbers apart, kernels load and
+    store 16 bytes at a time. TMA requires a multiple of 16 bytes.
+    """
+    multiple = 32 // itemsize
     return cdiv(columns, multiple) * multiple
 
 

@@ -22,10 +22,10 @@ from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
+from ..logits.stored import StoredLogits
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget
 from ..rows.valid_tokens import ValidTokens, room_for_rows
-from .quantized_logits import QuantizedLogits
 
 # n rows of a chunk, V vocabulary, T tiles along the vocabulary
 
@@ -72,7 +72,7 @@ def launch_exponentials(
     at_target: AtTarget,  # a rescue raises its reference
     *,
     out: Tensor | None = None,  # (n, V), E
-    quantized: QuantizedLogits | None = None,  # written instead of E
+    stored: StoredLogits | None = None,  # z, written instead of E
     asked: Asked = NOTHING_ELSE,
     class_weight: Tensor | None = None,  # (V,) float32, for the logit sum
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
@@ -92,18 +92,18 @@ def launch_exponentials(
         reference_logit,
         class_weight if asked.logit_sum else None,
         partial,
-        quantized=quantized,
+        stored=stored,
         reference_class=reference_class,
         guard=guard,
         **per_tile,
     )
 
-    def launch(epilogue: ExpSum | Largest, stored: Tensor | None, **options: Any) -> Any:
+    def launch(epilogue: ExpSum | Largest, written: Tensor | None, **options: Any) -> Any:
         operands = input, linear_weight, linear_bias, epilogue, call.logits, valid_tokens
-        return backend.logits(*operands, out=stored, **options)
+        return backend.logits(*operands, out=written, **options)
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
-    matrices = launch(sums, out if quantized is None else quantized.numbers)
+    matrices = launch(sums, out if stored is None else stored.numbers)
     launch(Largest(reference_logit, guard), None, guard=guard, matrices=matrices)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
     sums = ExpSum(reference_logit, None, partial, reference_class=reference_class, **again)

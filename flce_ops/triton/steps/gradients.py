@@ -1,6 +1,13 @@
-"""Which gradients a step makes, the input's gradient of a chunk, and how gradients are finished after all chunks."""
+"""Which gradients a step makes, the GEMMs of a chunk's G, and how gradients are finished after all chunks.
 
-from collections.abc import Sequence
+for each chunk:     rows = its valid tokens; G              by the step: backward.py, logits/kl_div.py
+                    grad_linear_bias += sum of G over rows                                           column_sums.py
+                    grad_linear_weight += G.T @ rows                                             weight_gradient.py
+                    grad_input[rows] = G @ linear_weight                                          input_gradient.py
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +19,10 @@ from ..gemm.class_blocks import EVERY_BLOCK, ClassBlocks
 from ..gemm.input_gradient import SUMMED, Finish
 from ..gemm.split_k import products_of_ranges
 from ..gemm.tma import matrix_of
+from ..rows.column_sums import weighted_column_sum
 from ..rows.copy_rows import launch_spread_rows
 from ..rows.valid_tokens import ValidTokens
-from .chunks import MULTIPLE, slices
+from .chunks import MULTIPLE, Chunking, slices
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
@@ -72,6 +80,63 @@ def write_input_gradient(
     for rows in slices(out.shape[0], at_once):
         of_rows = finish.of(rows), valid_tokens.of(rows), memory, blocks, by_ranges
         backend_for(out).input_gradient(out[rows], exponentials[rows], linear_weight, *of_rows)
+
+
+class ChunkGradient(NamedTuple):
+    """What a step makes of a chunk: G, and what the GEMM of grad_input adds to its product."""
+
+    matrix: Tensor  # (n, V)
+    finish: Finish = Finish()
+    memory: Tensor | None = None  # flat float32 that products may use
+
+
+@dataclass(eq=False)
+class GradientGemms:
+    """The loop over chunks of a step that makes G, and the memory that the chunks share."""
+
+    gradients: Gradients
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    chunking: Chunking
+    by_ranges: bool  # V is split into ranges for grad_input: split_k.py
+    adds: bool = False  # the weight's gradient is added to what its memory holds
+
+    def __post_init__(self) -> None:
+        grad_input, grad_weight, *_ = self.gradients
+        tokens, hidden = self.input.shape
+        most_rows, chunks = self.chunking.chunks[0].stop, len(self.chunking.chunks)
+        # gathered tokens are stored in their rows of grad_input, which are written after the tokens' last use
+        self.apart = self.input.new_empty(most_rows, hidden) if grad_input is None else None
+        self.weight_gradient = None
+        if grad_weight is not None:
+            made = backend_for(self.input).weight_gradient
+            self.weight_gradient = made(grad_weight, tokens, 1 if self.adds else chunks, self.adds)
+
+    def run(
+        self, valid_tokens: ValidTokens, make: Callable[[slice, ValidTokens, Tensor], ChunkGradient | None]
+    ) -> list[slice]:
+        """`make` gathers the tokens of a chunk into (n, D) memory, and makes G. Returns the chunks."""
+        for chunk in self.chunking.chunks:
+            here, apart = valid_tokens.of(chunk), self.apart
+            rows = self.gradients.input[chunk] if apart is None else apart[: chunk.stop - chunk.start]
+            gradient = make(chunk, here, rows)
+            if gradient is not None:
+                self.multiply(gradient, chunk, here, rows)
+        return self.chunking.chunks
+
+    def multiply(self, gradient: ChunkGradient, chunk: slice, valid_tokens: ValidTokens, rows: Tensor) -> None:
+        (matrix, finish, memory), grad_input = gradient, self.gradients.input
+        if self.gradients.bias_sum is not None:
+            self.gradients.bias_sum.add_(weighted_column_sum(matrix, None, valid_tokens))
+        if self.weight_gradient is not None:
+            self.weight_gradient.add(matrix, rows, valid_tokens)
+        if grad_input is not None:
+            numbers = self.chunking.product_bytes // 4
+            if memory is None or memory.shape[0] < numbers:
+                memory = torch.empty(numbers, dtype=torch.float32, device=matrix.device)
+            finish = self.gradients.summed(finish, chunk, self.input)
+            of_rows = grad_input[chunk], self.linear_weight, matrix, finish, valid_tokens, memory
+            write_input_gradient(*of_rows, by_ranges=self.by_ranges)
 
 
 def finish_gradients(

@@ -30,13 +30,12 @@ from ..gemm.tma import NO_OUTER
 from ..rows.column_sums import weighted_column_sum
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
-from ..rows.row_statistics import launch_row_statistics, sums_for
+from ..rows.row_numbers import launch_row_statistics, sums_for
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
 from ..rows.token_numbers import launch_token_function
 from ..rows.valid_tokens import ValidTokens
-from .chunking import Chunking
-from .chunks import padded
+from .chunks import Chunking, padded
 from .exponentials import RowSums, launch_exponentials
 from .gradients import Gradients, write_input_gradient
 

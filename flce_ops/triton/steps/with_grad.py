@@ -1,6 +1,6 @@
 """CUDA implementations of the operators that make loss and gradients in one pass over the logits, with three GEMMs.
 
-one_pass_step.py has the stages of a chunk of n tokens, flce_ops/objectives the functions of a row. chunking.py divides
+one_pass_step.py has the stages of a chunk of n tokens, flce_ops/objectives the functions of a row. chunks.py divides
 the tokens. Ignored tokens cost nothing (valid_tokens.py).
 
 If ranks share the vocabulary, they exchange numbers of rows between the GEMMs of each chunk: two numbers per row, one
@@ -24,15 +24,14 @@ from ...objectives.token_losses import token_loss_named
 from ...objectives.token_objective import FunctionObjective
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
-from ..rows.row_statistics import sum_pairs
+from ..rows.row_numbers import sum_pairs
 from ..rows.smoothing import SmoothingTerms
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.token_numbers import launch_in_order
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
-from .chunking import Chunking, best_chunking, chunk_shard, problem_of
-from .chunks import make_vectors_contiguous, record_chunks
+from .chunks import Chunking, best_chunking, equal_chunking, make_vectors_contiguous, problem_of, record_chunks
 from .gradients import finish_gradients, wanted_gradients
 from .one_pass_step import OnePassStep, StepTokens
 
@@ -138,7 +137,8 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
         reduction = Reduction(call.row_scale.contiguous())
         per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
-        chunking = chunk_shard(input, rows, call.output_mask, sum_pairs=sum_pairs(call.statistics))
+        of_step = input.shape[0], linear_weight, call.output_mask
+        chunking = equal_chunking(problem_of(*of_step, sum_pairs=sum_pairs(call.statistics))._replace(vocab=rows))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
     record_chunks(call, linear_weight, chunks)

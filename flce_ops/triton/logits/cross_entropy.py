@@ -1,5 +1,5 @@
 """The CUDA implementations of the operators on given logits: how a row is tiled, and the launches of its kernel
-(cross_entropy_kernels.py).
+(given_rows.py).
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,12 @@ from ...support.path import record_run
 from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
 from ..rows.gradient_factors import KnownRows
+from ..rows.row_numbers import RowOutputs
 from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import Count, count_tokens
 from ..steps.chunks import contiguous
-from .cross_entropy_kernels import RowResults, rows_kernel
-from .logit_rows import matrix_of
+from .given_rows import rows_kernel
+from .row_blocks import matrix_of
 
 # N tokens, V vocabulary
 
@@ -86,7 +87,7 @@ def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor,
     outputs = meta.outputs(call)
     with launching(call) as in_range:
         count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
-        launch_rows(call, RowResults(*(out if out.numel() else None for out in outputs)))
+        launch_rows(call, RowOutputs(**{r.name: out for r, out in zip(call.results, outputs) if out.numel()}))
     return outputs
 
 
@@ -122,7 +123,7 @@ def launch_loss(
         logits, target, _ = call.operands
         valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
         objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
-        results = RowResults(losses=losses, argmax=argmax if call.argmax else None)
+        results = RowOutputs(losses=losses, argmax=argmax if call.argmax else None)
         of_loss: dict[str, Any] = {"objective": objective, "reduction": call.reduction, "valid_tokens": valid_tokens}
         launch_rows(call, results, logits if grad_logits is None else grad_logits, **of_loss)
         launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
@@ -135,7 +136,7 @@ def launch_backward(call: LogitsBackward) -> Tensor:
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
     with torch.cuda.device_of(grad_logits):
-        launch_rows(call, RowResults(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
+        launch_rows(call, RowOutputs(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
     record_run(call, 1, grad_logits.shape[0])
     return grad_logits
 
@@ -166,7 +167,7 @@ def launching(call: LogitsForward | LogitsWithGrad) -> Iterator[Tensor]:
 
 def launch_rows(
     call: LogitsForward | LogitsWithGrad | LogitsBackward,
-    results: RowResults,
+    results: RowOutputs,
     grad_logits: Tensor | None = None,  # (N, V) out; None if only numbers of the rows are wanted
     *,
     known: KnownRows | None = None,  # if given, the arguments that follow are not

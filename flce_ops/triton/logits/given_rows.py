@@ -5,7 +5,7 @@
       i │▓▓│▓▓│▓▓│▓▓│  │  │  │    time backwards, from the L2 cache. The L2 has room for the rows of all running
         └──┴──┴──┴──┴──┴──┴──┘    programs: 50 MB on H100 and H200, half of which holds what one side of the chip reads.
 
-    for each block:              m, s, and where asked for  sum_j w_j (z_j - lse), argmax        logit_rows.py
+    for each block:              m, s, and where asked for  sum_j w_j (z_j - lse), argmax        row_blocks.py
     lse = m + ln s               loss, l, a of the objective           flce_ops/objectives
     prefetch row i + later
     for each block:              G = (l / s e^(z - m) + m_i w) dz/du                     and a at the target
@@ -13,46 +13,34 @@
 Rows with an ignored target are not read. Their gradient is zeros.
 """
 
-from typing import NamedTuple
-
 import triton.language as tl
-from torch import Tensor
 
 from ...objectives.in_triton import LN2
-from ..kernel import Kernel
-from ..masks import everywhere
+from ..kernel import Kernel, everywhere
 from ..rows.logit_numbers import loaded
 from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
-from .logit_gradient import Slopes, finish_gradient, out_of, store_gradient
-from .logit_rows import (
+from .row_blocks import (
     LOWEST,
     Scores,
+    Slopes,
     add_block,
     as_loaded,
     ask_for,
     edges_of,
     exp_below,
+    finish_gradient,
     load_block,
     logits_of,
     numbers_in,
+    out_of,
     row_of,
+    store_gradient,
     target_of,
     whole_row,
 )
 
 # N tokens, V vocabulary
-
-
-class RowResults(NamedTuple):
-    """(N,) each: the losses of a step with a loss, or the results of cross_entropy_forward; None if not requested."""
-
-    target_logit: Tensor | None = None
-    lse: Tensor | None = None
-    logit_sum: Tensor | None = None
-    argmax: Tensor | None = None
-    lse_rest: Tensor | None = None
-    losses: Tensor | None = None
 
 
 @Kernel
@@ -63,7 +51,7 @@ def rows_kernel(
     known,  # KnownRows, from which G is made; if its fields are None, the kernel first sums the row
     reduction,  # Reduction; None without a loss
     valid_tokens,  # Count of valid tokens, which divides a mean; None without a loss
-    results,  # RowResults, out
+    results,  # RowOutputs, out
     class_weight_ptr,  # (V,) float32
     objective,  # None without a loss
     d_sum,  # the loss's derivative by the logit sum; None without a loss

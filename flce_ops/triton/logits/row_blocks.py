@@ -1,4 +1,5 @@
-"""Reads a row of given logits at any alignment: if V is odd, rows do not start at multiples of 16 bytes.
+"""Reads a row of given logits, and writes its gradient, at any alignment: if V is odd, rows do not start at multiples
+of 16 bytes.
 
     row    |h h|g g g g g g g g|g g g g g g g g| ... |t t t|       groups of VEC numbers, 16 bytes, at multiples of 16
             head                                      tail         up to VEC - 1 numbers on either side, the edges
@@ -12,6 +13,10 @@ The sum of logits is computed relative to the maximum, too: V lse - sum_j z_j wo
 logits share a large offset. A logit is multiplied by log2 e after the maximum is subtracted from it. The product of a
 float32 logit of 3000 and log2 e has an error of up to 1.2e-4; the difference of two logits has none of that size. The
 sums of the groups and of the edges are combined once, after the last block.
+
+    G_ij = (factor_i e^(z_ij - reference_i) + sum_factor_i w_j + [j = y_i] at_target_i) dz/du
+
+The gradient may overwrite the logits: everything that the target and the edges need is read before anything is written.
 """
 
 from typing import NamedTuple
@@ -22,8 +27,9 @@ from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...objectives.in_triton import LN2
-from ..gemm.logits_gemm import LOG2E, base2_logits
-from ..masks import everywhere
+from ..gemm.epilogues import logit_gradient
+from ..kernel import everywhere
+from ..rows.logit_numbers import LOG2E, base2_logits
 
 # N tokens, V vocabulary
 
@@ -258,3 +264,80 @@ def whole_row(
         argmax = tl.minimum(argmax, tl.min(tl.where(m == row_max, column, V), 0))
         argmax = tl.minimum(argmax, tl.min(tl.where(z == row_max, col, V), 0))
     return row_max, row_sum, log2_sum, row_logit_sum, argmax
+
+
+class Slopes(NamedTuple):
+    """The numbers of a row's gradient, computed in a kernel. The factors include logit_scale."""
+
+    reference: float
+    factor: float
+    sum_factor: float | None
+    at_target: float
+
+
+@triton.jit
+def out_of(grad_logits, i, row, ALIKE: tl.constexpr):
+    """Pointers to the gradient's row and to its first group."""
+    out_row = grad_logits.pointer + i.to(tl.int64) * grad_logits.stride
+    groups = out_row + row.head
+    if ALIKE:
+        groups = tl.multiple_of(groups, 16)
+    return out_row, groups
+
+
+@triton.jit
+def gradient_numbers(u, col, mask, slopes, scores, AT_TARGET: tl.constexpr):
+    """(factor e^(z - reference) + sum_factor w + at_target) dz/du of numbers u of a row."""
+    z, dz_du = logits_of(u, scores)
+    weight = 1.0
+    if slopes.sum_factor is not None and scores.class_weight is not None:
+        weight = class_weights(scores, col, mask)
+    g = logit_gradient((z - slopes.reference) * LOG2E, slopes.factor, None, slopes.sum_factor, weight)
+    if AT_TARGET:
+        g += slopes.at_target
+    if scores.options.softcap is not None:
+        g *= dz_du
+    return g
+
+
+@triton.jit
+def store_gradient(
+    out_groups_ptr,
+    words,  # the block's words
+    block,
+    row,  # Row
+    slopes,  # Slopes
+    scores,  # Scores
+    BLOCK_G: tl.constexpr,
+    VEC: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    dtype: tl.constexpr = out_groups_ptr.dtype.element_ty
+    group, number = numbers_of(block, BLOCK_G, VEC)
+    inside = tl.broadcast_to(group < row.groups, (BLOCK_G, VEC))
+    g = gradient_numbers(numbers_in(words, dtype), row.head + number, inside, slopes, scores, False)
+    _, place = numbers_of(0, BLOCK_G, VEC)
+    mask = None
+    if MASKED:
+        mask = inside
+    tl.store(out_groups_ptr + block * (BLOCK_G * VEC) + place, g.to(dtype), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def finish_gradient(
+    out_row,
+    u_edges,  # (2 VEC,), read before anything was written; so was u_target
+    edge,
+    there,
+    u_target,
+    column,
+    V,
+    slopes,  # Slopes
+    scores,  # Scores
+):
+    """Writes the gradient's edges and the target's entry."""
+    g = gradient_numbers(u_edges, edge, there, slopes, scores, False)
+    tl.store(out_row + edge, g.to(out_row.dtype.element_ty), mask=there)
+    g = gradient_numbers(u_target, column, column < V, slopes, scores, True)
+    tl.debug_barrier()  # waits: another thread has written this place with its block
+    tl.store(out_row + column, g.to(out_row.dtype.element_ty))

@@ -1,0 +1,162 @@
+"""Numbers of rows from the sums over their classes, in nats, written to the tokens' places.
+
+With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
+
+    lse               r + log Z
+    expected          sum_j E_j (z_j - r) / Z - log Z, the expected log-probability, and the entropy its negative
+    log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
+    mean_logit        sum_j z_j / V
+    logit_sum         sum_j w_j (z_j - lse)
+
+The entropy and log_sum_sq_probs use differences from r, so a large r costs them no digits. sum_j E_j^2 is at most Z^2,
+which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/exponentials.py). The sum is at least 1,
+because r is the logit of one of the classes.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from ...math.options import Statistics, TokenStatistics
+from ...objectives.in_triton import LN2, number
+from ...support.integers import cdiv
+from ..gemm.tile_sums import sum_of_tiles
+from ..kernel import Kernel
+from ..steps.exponentials import Asked, RowSums
+from .finish_rows import ROWS, TILES
+from .gather_tokens import AtTarget
+from .two_sum import lse_in_nats, sum_from_lse
+from .valid_tokens import ValidTokens, valid_rows
+
+# N tokens, n rows of a chunk, K classes of a token, V vocabulary (of this rank), T tiles along it
+
+
+class RowOutputs(NamedTuple):
+    """(N,) each, in the order of all tokens; None if not requested."""
+
+    target_logit: Tensor | None = None  # or (N, K)
+    lse: Tensor | None = None
+    logit_sum: Tensor | None = None
+    expected_log_prob: Tensor | None = None
+    max_logit: Tensor | None = None
+    argmax: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+    lse_rest: Tensor | None = None
+    entropy: Tensor | None = None
+    losses: Tensor | None = None  # of given logits
+
+
+def sums_for(asked: Statistics) -> Asked:
+    """The sums that the requested statistics need."""
+    return Asked(False, asked.entropy, asked.argmax, asked.log_sum_sq_probs, asked.mean_logit)
+
+
+def sum_pairs(asked: Statistics) -> int:
+    """How many pairs of numbers, rounded up, the epilogue stores for each row and tile because of these statistics."""
+    return cdiv(sums_for(asked).numbers, 2)
+
+
+@Kernel
+def row_numbers_kernel(
+    sums,  # RowSums
+    at_target,  # AtTarget; None if the rows are finished
+    class_weight_sum,  # (1,) float32; None for V
+    outputs,  # RowOutputs, out
+    valid_tokens,  # ValidTokens
+    n,
+    V,
+    num_classes,  # over all ranks
+    T,
+    TOPK: tl.constexpr,  # K; 0 if the rows are finished: their sums are added up, and the targets are not read
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Ignored tokens get 0, and an argmax of -1. So do targets that another rank has."""
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < n
+    count = valid_rows(valid_tokens, n)
+    mask = i < count
+    token = tl.load(valid_tokens.order + i, mask=inside, other=0)
+    reference2 = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
+    if TOPK == 0:
+        row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
+    else:
+        largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # of the targets' logits
+        for k in range(TOPK):
+            place, to = i.to(tl.int64) * TOPK + k, token.to(tl.int64) * TOPK + k
+            hit = tl.load(at_target.column + place, mask=mask, other=-1) >= 0
+            target_logit2 = tl.load(at_target.logit + place, mask=mask, other=0.0)
+            if TOPK == 1:
+                largest = target_logit2  # of column 0, if this rank lacks the target
+            else:
+                largest = tl.maximum(largest, tl.where(hit, target_logit2, float("-inf")))
+            tl.store(outputs.target_logit + to, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
+        # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed
+        # in another order.
+        row_sum = tl.maximum(row_sum, tl.exp2(largest - reference2), propagate_nan=tl.PropagateNan.ALL)
+    log2_sum = tl.log2(row_sum)
+    lse, rest = lse_in_nats(reference2, log2_sum)
+    if outputs.lse is not None:
+        tl.store(outputs.lse + token, tl.where(mask, lse, 0.0), mask=inside)
+    if outputs.lse_rest is not None:
+        tl.store(outputs.lse_rest + token, tl.where(mask, rest, 0.0), mask=inside)
+    if outputs.logit_sum is not None:
+        logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
+        logit_sum = sum_from_lse(logit_sum2, number(class_weight_sum, V), reference2 + log2_sum)
+        tl.store(outputs.logit_sum + token, tl.where(mask, logit_sum, 0.0), mask=inside)
+    if sums.expected is not None:
+        expected = (tl.load(sums.expected + i, mask=mask, other=0.0) / row_sum - log2_sum) * LN2
+        if outputs.entropy is not None:
+            tl.store(outputs.entropy + token, tl.where(mask, -expected, 0.0), mask=inside)
+        else:
+            tl.store(outputs.expected_log_prob + token, tl.where(mask, expected, 0.0), mask=inside)
+    if outputs.argmax is not None:
+        tl.store(outputs.argmax + token, tl.load(sums.argmax + i, mask=mask, other=-1), mask=inside)
+    if outputs.max_logit is not None:
+        tl.store(outputs.max_logit + token, tl.load(sums.max_logit + i, mask=mask, other=0.0) * LN2, mask=inside)
+    if outputs.log_sum_sq_probs is not None:
+        log2_squares = tl.log2(tl.load(sums.squares + i, mask=mask, other=1.0)) - 2.0 * log2_sum
+        tl.store(outputs.log_sum_sq_probs + token, tl.where(mask, log2_squares * LN2, 0.0), mask=inside)
+    if outputs.mean_logit is not None:
+        mean2 = tl.load(sums.total + i, mask=mask, other=0.0) / num_classes
+        tl.store(outputs.mean_logit + token, tl.where(mask, mean2 * LN2, 0.0), mask=inside)
+
+
+def launch_row_numbers(
+    sums: RowSums,
+    at_target: AtTarget | None,  # None: the rows are finished
+    outputs: RowOutputs,
+    valid_tokens: ValidTokens,
+    num_classes: int,
+    classes: int = 0,  # of this rank
+    class_weight_sum: Tensor | None = None,  # (1,) float32, of this rank's classes; None for their number
+) -> None:
+    n, topk = valid_tokens.order.shape[0], 0
+    if at_target is not None:
+        topk = 1 if at_target.column.dim() == 1 else at_target.column.shape[1]
+    row_numbers_kernel[(cdiv(n, ROWS),)](
+        sums,
+        at_target,
+        class_weight_sum,
+        outputs,
+        valid_tokens,
+        n,
+        classes,
+        num_classes,
+        0 if sums.tiles is None else sums.tiles.shape[0],
+        TOPK=topk,
+        BLOCK_N=ROWS,
+        BLOCK_T=TILES,
+        num_warps=4,
+    )
+
+
+def launch_row_statistics(
+    sums: RowSums, statistics: TokenStatistics, valid_tokens: ValidTokens, num_classes: int
+) -> None:
+    """Of finished rows. `statistics` has rows for all tokens, `sums` for those of `valid_tokens`."""
+    if any(out is not None for out in statistics):
+        launch_row_numbers(sums, None, RowOutputs(**statistics._asdict()), valid_tokens, num_classes)
