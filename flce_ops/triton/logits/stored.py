@@ -36,20 +36,22 @@ INFINITE = tl.constexpr(-1024)  # the code of -inf
 
 
 class StoredLogits(NamedTuple):
-    """Passed to kernels as one argument. No field is None: Triton 3.6 could not compare it with None."""
+    """Passed to kernels as one argument. Triton 3.6 compiles no tuple within a tuple that holds None or 1. So no field
+    is None, and the strides of tile_max, of which one is 1, are in bytes.
+    """
 
     numbers: Tensor  # (n, V) int16
     stride: int  # between rows
     tile_max: Tensor  # (n, T) float32
-    row_stride: int  # of tile_max, as is the next
-    tile_stride: int
+    row_bytes: int  # of tile_max, as is the next
+    tile_bytes: int
 
     def of(self, rows: slice) -> "StoredLogits":
         return self._replace(numbers=self.numbers[rows], tile_max=self.tile_max[rows])
 
 
 def stored_logits(numbers: Tensor, tile_max: Tensor) -> StoredLogits:  # (n, V) and (n, T)
-    return StoredLogits(numbers, numbers.stride(0), tile_max, *tile_max.stride())
+    return StoredLogits(numbers, numbers.stride(0), tile_max, *(4 * stride for stride in tile_max.stride()))
 
 
 def saved_logits(retained: Tensor, num_classes: int) -> StoredLogits:
@@ -85,7 +87,7 @@ def from_stored(numbers):
 
 @triton.jit
 def max_places(stored, rows, tile):
-    return stored.tile_max + rows.to(tl.int64) * stored.row_stride + tile.to(tl.int64) * stored.tile_stride
+    return stored.tile_max + rows.to(tl.int64) * (stored.row_bytes // 4) + tile.to(tl.int64) * (stored.tile_bytes // 4)
 
 
 @triton.jit
