@@ -112,7 +112,7 @@ class Entries(NamedTuple):
 
 
 @triton.jit
-def divergence_of_tile(operands, log2_q, at, n, N, V, EVEN, KNOWN, KIND, OF_ENTRY, GRADIENT):
+def divergence_of_tile(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADIENT):
     """Stores sums over the tile unless OF_ENTRY is None, and returns G unless GRADIENT is None."""
     rows, token, cols, row_mask, col_mask, tile = at
     PROBS: tl.constexpr = KIND[0]  # the teacher's probabilities are given
@@ -126,7 +126,7 @@ def divergence_of_tile(operands, log2_q, at, n, N, V, EVEN, KNOWN, KIND, OF_ENTR
             log2_p = tl.log2(log2_p)
     else:
         shift = row_shift(operands.teacher_shift, rows, token, row_mask, N, KNOWN)
-        log2_p, _ = log_probabilities(operands.teacher, None, shift, rows, cols, row_mask, tile, V, EVEN)
+        log2_p, _ = log_probabilities(operands.teacher, None, shift, rows, cols, row_mask, tile, V)
     if OF_ENTRY is not None:
         places = operands.sums + tile.to(tl.int64) * row_distance(n) + rows
         next_sum = tl.cdiv(V, log2_q.shape[1]).to(tl.int64) * row_distance(n)

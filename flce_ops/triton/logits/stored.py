@@ -32,7 +32,6 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 # n rows, R of them with saved logits, V vocabulary, T tiles along it
 
 STEPS = tl.constexpr(2048.0)
-INFINITE = tl.constexpr(-1024)  # the code of -inf
 
 
 class StoredLogits(NamedTuple):
@@ -91,19 +90,17 @@ def max_places(stored, rows, tile):
 
 
 @triton.jit
-def log_probabilities(stored, softcap, shift, rows, cols, row_mask, tile, V, EVEN: tl.constexpr):
+def log_probabilities(stored, softcap, shift, rows, cols, row_mask, tile, V):
     """(log2 of the probabilities; dz/du / logit_scale, meaningful only with a softcap).
 
     `shift` has two numbers of each row whose sum is its lse. In one float32 the sum would lose digits at large logits.
     The log-probabilities are -inf after column V, and in rows after the valid ones. Loads still run to the next
     multiple of 8 columns: rows are a multiple of 16 numbers apart, so loads of 16 bytes work for any V.
     """
-    INT16: tl.constexpr = stored.numbers.dtype.element_ty == tl.int16
-    FILLED: tl.constexpr = EVEN and softcap is None
     places = stored.numbers + rows.to(tl.int64)[:, None] * stored.stride + cols[None, :]
     mask = row_mask[:, None] & (cols < tl.cdiv(V, 8) * 8)[None, :]
-    numbers = tl.load(places, mask=mask, other=INFINITE if INT16 else float("-inf"))
-    u = from_stored(numbers)
+    # A negative number for `other` would be wrong on a GPU: Triton 3.6 packs two 16-bit numbers with their signs.
+    u = from_stored(tl.load(places, mask=mask, other=0))
     tile_max = tl.load(max_places(stored, rows, tile), mask=row_mask, other=0.0)
     high, low = shift
     dz_du = u
@@ -112,9 +109,7 @@ def log_probabilities(stored, softcap, shift, rows, cols, row_mask, tile, V, EVE
     else:
         z, dz_du = capped(u + tile_max[:, None], softcap)
         log2_q = (z - high[:, None]) - low[:, None]
-    if not FILLED:
-        log2_q = tl.where(row_mask[:, None] & (cols < V)[None, :], log2_q, float("-inf"))
-    return log2_q, dz_du
+    return tl.where(row_mask[:, None] & (cols < V)[None, :], log2_q, float("-inf")), dz_du
 
 
 @Kernel

@@ -78,9 +78,9 @@ def stored_tiles_kernel(
         row_mask, col_mask = rows < count, cols < V
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         of_rows = row_shift(shift, rows, token, row_mask, N, KNOWN)
-        log2_q, dz_du = log_probabilities(stored, softcap, of_rows, rows, cols, row_mask, tile, V, EVEN)
+        log2_q, dz_du = log_probabilities(stored, softcap, of_rows, rows, cols, row_mask, tile, V)
         at = (rows, token, cols, row_mask, col_mask, tile)
-        result = FUNCTION(operands, log2_q, at, n, N, V, EVEN, KNOWN, KIND, OF_ENTRY, GRADIENT)
+        result = FUNCTION(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADIENT)
         if WRITES:
             if softcap is not None:
                 result *= dz_du
@@ -91,7 +91,7 @@ def stored_tiles_kernel(
 
 
 @triton.jit
-def gradient_of_tile(operands, log2_q, at, n, N, V, EVEN, KNOWN, KIND, OF_ENTRY, GRADIENT):
+def gradient_of_tile(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADIENT):
     """G of an objective of rows, from its factors (rows/gradient_factors.py)."""
     rows, _, cols, row_mask, col_mask, _ = at
     return gradient_of_rows(operands, log2_q, rows, cols, row_mask, col_mask)
