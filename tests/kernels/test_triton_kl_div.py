@@ -223,10 +223,16 @@ def test_class_probabilities_and_weights_of_either_sign(dtype, softcap, poisoned
     assert_close(forward[:1], aten.forward(*double(*args), **options)[:1], 2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("nbytes, kind, cut", [(1, "reverse", (3, 128, 128)), (300_000, "jsd", (2, 256, 128))])
-def test_chunks_and_their_parts(nbytes, kind, cut, monkeypatch, poisoned_memory):
-    """A workspace for no row, and one for G of 256 rows together with the teacher's logits of 128."""
-    shape, parts, run_part = (300, 40, 24, 131), [], triton_kl_div.KlDivStep.run_part
+@pytest.mark.parametrize(
+    "nbytes, tokens, kind, cut",
+    [
+        (1, 300, "reverse", (3, 128, 128)),  # for no row
+        (300_000, 300, "jsd", (2, 256, 128)),  # for G of 256 rows together with the teacher's logits of 128
+        (500_000, 600, "forward", (2, 384, 256)),  # the largest part is not a chunk's first one
+    ],
+)
+def test_chunks_and_their_parts(nbytes, tokens, kind, cut, monkeypatch, poisoned_memory):
+    shape, parts, run_part = (tokens, 40, 24, 131), [], triton_kl_div.KlDivStep.run_part
 
     def look(step, valid_tokens, tokens, logits):
         parts.append(tokens.shape[0])

@@ -195,8 +195,9 @@ class KlDivStep:
         columns, most = padded(self.classes, input.dtype.itemsize), self.chunking.chunks[0].stop
         self.logits = input.new_empty(most + beside, columns, dtype=self.dtype)  # the student's, then G; the teacher's
         if teacher_input is not None:
-            largest = parts_of(most, most + beside)[0].stop
-            self.teacher_rows = teacher_input.new_empty(largest, teacher_input.shape[1])
+            sizes = {chunk.stop - chunk.start for chunk in self.chunking.chunks}
+            parts = [part.stop - part.start for size in sizes for part in parts_of(size, most + beside)]
+            self.teacher_rows = teacher_input.new_empty(max(parts), teacher_input.shape[1])
 
     def divide(self) -> tuple[Chunking, int]:
         """Returns the chunks, and the rows of memory beside a chunk's. Ranks that share a vocabulary get the same."""
