@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..gemm.device import interpreted, tiles_for
 from ..gemm.epilogues import Gradient, gradient_of_rows
+from ..gemm.tiles import interpreted, tiles_for
 from ..gemm.tma import matrix_of, store_tile
 from ..kernel import Kernel
 from ..rows.logit_numbers import LOG2E, rescaled

@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     column: Tensor  # (n,) int64, the target's column; -1 if this rank does not have it
     reduction: Reduction | None  # (N,) row scales g_i, or a mean; None for g_i = 1
     losses: Tensor | None  # (N,) out
-    log_probs: Tensor | None  # (N,) or (N, K) out, of a token function: token_numbers.py
+    log_probs: Tensor | None  # (N,) or (N, K) out, of a token function: row_numbers.py
 
 
 class WholeRows(NamedTuple):
