@@ -62,9 +62,7 @@ def graphs_of(function, inputs, dynamic=False, **options) -> str:
         return compiler
 
     backend = aot_autograd(
-        fw_compiler=keep("forward"),
-        bw_compiler=keep("backward"),
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
     )
     if dynamic:
         for tensor in (inputs.input, inputs.target):

@@ -18,11 +18,7 @@ from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 pytestmark = IN_INTERPRETER
 
 MASK = [True, True, True]
-OPTIONS = [
-    {},
-    {"weight": True, "label_smoothing": 0.1},
-    {"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2},
-]
+OPTIONS = [{}, {"weight": True, "label_smoothing": 0.1}, {"softcap": 4.0, "logit_scale": 0.7, "z_loss": 1e-2}]
 
 
 def operands(call):

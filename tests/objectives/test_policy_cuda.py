@@ -13,10 +13,7 @@ from test_policy import CAPPED, KL, OBJECTIVES, SAMPLED
 
 import flce_ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SHAPE = (700, 256, 5003)
 SMALL = 3 << 20  # several chunks
