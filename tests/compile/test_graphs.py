@@ -157,19 +157,6 @@ aten.where -> f32[12]""",
     )
 
 
-def test_frozen_head():
-    inputs = make_inputs((N, D, V))
-    inputs.linear_weight.requires_grad_(False)
-    assert_expected_inline(
-        graphs_of(flce_ops.linear_cross_entropy, inputs),
-        """\
-forward:
-flce.linear_cross_entropy_with_grad -> (f32[], f32[12], f32[12, 8])
-backward:
-flce.linear_cross_entropy_upstream -> (f32[12, 8])""",
-    )
-
-
 def test_any_number_of_tokens():
     """A graph for any length contains no guard, size or constant of one length."""
     graphs = graphs_of(flce_ops.linear_cross_entropy, make_inputs((N, D, V)), dynamic=True)

@@ -5,7 +5,7 @@
 import pytest
 import torch
 from reference_divergence import KINDS, leaves, make_pair
-from test_every_function import WAYS
+from test_checkpoint import WAYS
 from test_memory import SMALL_CHANGE, MiB, peak_on_cpu, peak_on_cuda
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
