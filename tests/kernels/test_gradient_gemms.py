@@ -21,7 +21,7 @@ from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
-from flce_ops.triton.rows.copy_rows import launch_spread_rows
+from flce_ops.triton.rows.after_chunks import launch_after_chunks
 from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
 from flce_ops.triton.steps.chunks import CHUNKS_MORE, best_chunking, problem_of, product_bytes, rows_that_fit, slices
@@ -76,7 +76,7 @@ def test_rows_are_spread_in_place(share):
     expected = torch.zeros(1100, 70)
     expected[target == 1] = rows[:count]
     rows[count:] = torch.nan
-    launch_spread_rows(rows, found, place)
+    launch_after_chunks(found.total, None, rows, place)
     assert torch.equal(rows, expected)
 
 

@@ -24,10 +24,10 @@ from flce_ops.math.reduction import Reduction
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.gemm.epilogues import Largest
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
+from flce_ops.triton.rows.after_chunks import LossSum, launch_after_chunks
 from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.gradient_factors import launch_set_entries
-from flce_ops.triton.rows.sum_losses import launch_sum_losses
 
 pytestmark = IN_INTERPRETER
 
@@ -279,7 +279,7 @@ def test_the_sum_of_losses_has_every_loss_once_and_nothing_beside_them(count, sc
     losses.copy_(torch.rand(count))
     scales.copy_(torch.rand(count))
     loss, total = torch.full((), torch.nan), torch.tensor(count, dtype=torch.int32)
-    launch_sum_losses(losses, Reduction(scales if scaled else None), total, loss)
+    launch_after_chunks(total, LossSum(losses, Reduction(scales if scaled else None), loss))
     exact = (losses.double() * scales).sum() if scaled else losses.double().mean()
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0.0)
 

@@ -20,9 +20,9 @@ from ...support.integers import cdiv
 from ...support.path import record_run
 from ...support.target_range import assert_in_range
 from ..gemm.device import interpreted, multiprocessors
+from ..rows.after_chunks import LossSum, launch_after_chunks
 from ..rows.gradient_factors import KnownRows
 from ..rows.row_numbers import RowOutputs
-from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import Count, count_tokens
 from ..steps.chunks import contiguous
 from .given_rows import rows_kernel
@@ -126,7 +126,7 @@ def launch_loss(
         results = RowOutputs(losses=losses, argmax=argmax if call.argmax else None)
         of_loss: dict[str, Any] = {"objective": objective, "reduction": call.reduction, "valid_tokens": valid_tokens}
         launch_rows(call, results, logits if grad_logits is None else grad_logits, **of_loss)
-        launch_sum_losses(losses, call.reduction, valid_tokens.total, loss)
+        launch_after_chunks(valid_tokens.total, LossSum(losses, call.reduction, loss))
 
 
 @takes(LogitsBackward)

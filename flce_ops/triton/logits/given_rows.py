@@ -17,8 +17,8 @@ import triton.language as tl
 
 from ...objectives.in_triton import LN2
 from ..kernel import Kernel, everywhere
+from ..rows.after_chunks import scale_of_rows
 from ..rows.logit_numbers import loaded
-from ..rows.sum_losses import scale_of_rows
 from ..rows.two_sum import in_two_float32
 from .row_blocks import (
     LOWEST,

@@ -42,8 +42,8 @@ from ..gemm.padded_features import with_padded_features
 from ..gemm.split_k import TILE_OVERHEAD, float32_memory
 from ..gemm.tiles import Tiles
 from ..gemm.tma import matrix_of
+from ..rows.after_chunks import LossSum
 from ..rows.copy_rows import launch_copy_rows
-from ..rows.sum_losses import launch_sum_losses
 from ..rows.valid_tokens import ValidTokens, compact_tokens, room_for_rows
 from ..steps.chunks import (
     MULTIPLE,
@@ -56,7 +56,7 @@ from ..steps.chunks import (
     problem_of,
     record_chunks,
 )
-from ..steps.gradients import ChunkGradient, GradientGemms, Gradients, finish_gradients, wanted_gradients
+from ..steps.gradients import ChunkGradient, GradientGemms, Gradients, finish_step, wanted_gradients
 from .divergence_rows import Entries, RowResults, Rows, Softmax, share_denominators
 
 # N tokens, n rows of a chunk or of a part of it, D and E hidden sizes of student and teacher, V vocabulary (of this
@@ -90,8 +90,8 @@ def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, ...]:
         valid_tokens, place = prepared(call)
         gradients = wanted_gradients(grads, call)
         chunks = KlDivStep(call, valid_tokens, gradients, RowResults(divergence), call.row_scale).run()
-        finish_gradients(grads, gradients, valid_tokens, place, call)
-        launch_sum_losses(divergence, Reduction(call.row_scale), valid_tokens.total, loss)
+        loss_sum = LossSum(divergence, Reduction(call.row_scale), loss)
+        finish_step(grads, gradients, valid_tokens, place, call, loss_sum)
     record_chunks(call, call.operands.linear_weight, chunks)
     return outputs
 
@@ -109,7 +109,7 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
         valid_tokens, place = prepared(call)
         gradients = wanted_gradients(outputs, call)
         chunks = KlDivStep(call, valid_tokens, gradients, RowResults(), call.grad, known).run()
-        finish_gradients(outputs, gradients, valid_tokens, place, call)
+        finish_step(outputs, gradients, valid_tokens, place, call)
     record_chunks(call, call.operands.linear_weight, chunks)
     return outputs
 

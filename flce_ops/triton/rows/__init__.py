@@ -1,7 +1,7 @@
 """Kernels over rows of tokens, before and after a GEMM.
 
 valid_tokens.py          the valid tokens and their number, on the device
-copy_rows.py             copies rows of valid tokens side by side; c input; moves gradient rows back to their tokens
+copy_rows.py             copies rows of valid tokens side by side, and to rows of another length
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
 logit_numbers.py         logits from the GEMM's products, by logit_scale and softcap
 topk.py                  the K classes of a token: equal classes; the largest entry
@@ -12,7 +12,7 @@ gradient_factors.py      in backward, where lse is known: the factors of G, and 
 target_rows.py           exact weight gradients of classes that are the target of few tokens
 smoothing.py             rank-1 terms
 column_sums.py           sums over tokens, the gradient of the bias among them
-sum_losses.py            the scalar loss
+after_chunks.py          the scalar loss, and rows of grad_input at their tokens' places
 grad_output.py           multiplies gradients by the scalar that backward receives
 two_sum.py               a number in two float32
 """

@@ -1,12 +1,7 @@
-"""Copies rows in three ways: to rows of another length; rows of valid tokens side by side; and back to their tokens'
-places.
+"""Copies rows in two ways: to rows of another length, and rows of valid tokens side by side.
 
     to another length     missing columns become 0, surplus columns are dropped
     of the valid tokens   in their order, with zeros after them; gather_tokens.py does this where there is a target
-    back                  in place, from the last row to the first, because no row moves to a lower place:
-
-                 valid tokens first         where the tokens are
-    place        0 1 2 3 - -       ->       0 - 1 - 2 3
 
 gather_tokens.py has a kernel of its own. Its programs walk one row each, because they also compute the row's dot
 product with the target's row. A copy needs no sum, so here a program copies a block of rows and columns, and each
@@ -20,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..gemm.device import interpreted
 from ..gemm.tma import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, padded_rows, valid_rows
@@ -93,38 +87,3 @@ def fits(matrix: Tensor, integer: torch.dtype) -> bool:
     size, own = integer.itemsize, matrix.element_size()
     whole = all(number * own % size == 0 for number in (matrix.shape[1], matrix.stride(0)))
     return size == own or (matrix.stride(1) == 1 and whole and matrix.data_ptr() % size == 0)
-
-
-@Kernel
-def spread_rows_kernel(
-    matrix,  # (N, D)
-    place_ptr,  # (N,)
-    count_ptr,  # ()
-    N,
-    D,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program owns a few columns. It reads a block of rows, then writes it. The rows it reads afterwards stand
-    before the block, so no barrier has to wait for the writes. If all tokens are valid there is nothing to do.
-    """
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    blocks = tl.where(tl.load(count_ptr) < N, tl.cdiv(N, BLOCK_N), 0)
-    for block in range(0, blocks):
-        rows = (blocks - 1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
-        place = tl.load(place_ptr + rows, mask=rows < N, other=-1)
-        values = load_tile(matrix, place, cols, place >= 0, cols < D)
-        tl.debug_barrier()  # the whole block is read before any of it is written
-        store_tile(matrix, values, rows, cols, rows < N, cols < D)
-
-
-def launch_spread_rows(matrix: Tensor, valid_tokens: ValidTokens, place: Tensor) -> None:
-    """Moves row k to the place of the k-th valid token. Rows of ignored tokens become zeros."""
-    tokens, columns = matrix.shape
-    # A program has 32 columns, 64 bytes of 16-bit numbers, so there are 128 programs at D = 4096. With fewer columns
-    # per program the kernel takes 1.5 times as long. With fewer rows at a time it waits for memory more often: 23 us at
-    # 8192x1024 with 1024 rows, 33 us with 256 (H200).
-    block_d = 64 if interpreted(matrix) else 32
-    spread_rows_kernel[(cdiv(columns, block_d),)](
-        matrix_of(matrix), place, valid_tokens.total, tokens, columns, BLOCK_N=1024, BLOCK_D=block_d, num_warps=8
-    )

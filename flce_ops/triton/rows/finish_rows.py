@@ -30,7 +30,7 @@ from ..gemm.tile_sums import sum_of_tiles
 from ..gemm.tma import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from ..steps.exponentials import RowSums
-from .sum_losses import scale_of_rows
+from .after_chunks import scale_of_rows
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .two_sum import sum_from_lse
 from .valid_tokens import ValidTokens, row_vectors, valid_rows

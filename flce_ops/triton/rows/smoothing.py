@@ -25,8 +25,8 @@ from ...math.reduction import Reduction
 from ...objectives.in_triton import number
 from ...support.integers import cdiv
 from ..kernel import Kernel
+from .after_chunks import scale_of_rows
 from .column_sums import weighted_column_sum
-from .sum_losses import scale_of_rows
 from .valid_tokens import ValidTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank

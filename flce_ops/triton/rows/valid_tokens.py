@@ -3,7 +3,7 @@
     order   the valid tokens' indices in ascending order,      a chunk reads n entries of it
             then those of ignored tokens
     total   the number of valid tokens, on the device          kernels stop there
-    place   each token's place in `order`, -1 if ignored       moves rows back at the end                   copy_rows.py
+    place   each token's place in `order`, -1 if ignored       moves rows back at the end                after_chunks.py
 
 A token of weight 0 arrives here as an ignored one (without_weightless in entry/loss.py). The flag of a target outside
 [0, V) is set here, too. The host launches the chunks that all N tokens would take. Kernels of a chunk without valid

@@ -33,7 +33,7 @@ from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
 from .chunks import best_chunking, contiguous, make_vectors_contiguous, padded, problem_of, record_chunks
-from .gradients import ChunkGradient, GradientGemms, Gradients, finish_gradients, wanted_gradients
+from .gradients import ChunkGradient, GradientGemms, Gradients, finish_step, wanted_gradients
 from .one_pass_step import StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -69,7 +69,7 @@ def run_over_tokens(call: Backward) -> meta.Gradients:
             if isinstance(call, BackwardInPlace):
                 gradients = gradients._replace(linear_weight=call.main_grad)
             chunks = run_backward(call, valid_tokens, gradients)
-        finish_gradients(outputs, gradients, valid_tokens, place, call)
+        finish_step(outputs, gradients, valid_tokens, place, call)
     record_chunks(call, linear_weight, chunks, *sparse_notes(call))
     return outputs
 

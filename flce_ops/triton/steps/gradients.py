@@ -19,8 +19,8 @@ from ..gemm.class_blocks import EVERY_BLOCK, ClassBlocks
 from ..gemm.input_gradient import SUMMED, Finish
 from ..gemm.split_k import products_of_ranges
 from ..gemm.tma import matrix_of
+from ..rows.after_chunks import LossSum, launch_after_chunks
 from ..rows.column_sums import weighted_column_sum
-from ..rows.copy_rows import launch_spread_rows
 from ..rows.valid_tokens import ValidTokens
 from .chunks import MULTIPLE, Chunking, slices
 
@@ -139,14 +139,20 @@ class GradientGemms:
             write_input_gradient(*of_rows, by_ranges=self.by_ranges)
 
 
-def finish_gradients(
-    grads: Sequence[Tensor], gradients: Gradients, valid_tokens: ValidTokens, place: Tensor, call: Any
+def finish_step(
+    grads: Sequence[Tensor],
+    gradients: Gradients,
+    valid_tokens: ValidTokens,
+    place: Tensor,
+    call: Any,
+    loss_sum: LossSum | None = None,
 ) -> None:
-    """Rounds the bias's sum into its result, and moves rows of grad_input to their tokens' places."""
+    """Sums the losses, rounds the bias's sum into its result, and moves rows of grad_input to their tokens' places."""
     if call.output_mask[2]:
         grads[2].copy_(gradients.bias_sum)
-    if call.output_mask[0]:
-        launch_spread_rows(gradients.input, valid_tokens, place)
+    moved = gradients.input if call.output_mask[0] else None
+    if loss_sum is not None or moved is not None:
+        launch_after_chunks(valid_tokens.total, loss_sum, moved, place)
     if gradients.scale_sums is not None:
         grads[3].copy_(gradient_of_scale(gradients, call.operands, call.logits.logit_scale))
 

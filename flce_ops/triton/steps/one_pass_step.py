@@ -5,7 +5,7 @@
     losses, row factors c, E[i, y_i], c rows        one kernel, for any objective                  finish_rows.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
     grad_input[rows]    = c (E @ linear_weight)     in float32, rounded once                       input_gradient.py
-    rows of grad_input move to their tokens' places                                                copy_rows.py
+    rows of grad_input move to their tokens' places; the loss                                   after_chunks.py
 
 The logit gradient is G = c E by rows: c multiplies the (n, D) operands, so E is written once and only GEMMs read it.
 """

@@ -24,15 +24,15 @@ from ...objectives.token_losses import token_loss_named
 from ...objectives.token_objective import FunctionObjective
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
+from ..rows.after_chunks import LossSum
 from ..rows.row_numbers import sum_pairs
 from ..rows.smoothing import SmoothingTerms
-from ..rows.sum_losses import launch_sum_losses
 from ..rows.token_numbers import launch_in_order
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
 from .chunks import Chunking, best_chunking, equal_chunking, make_vectors_contiguous, problem_of, record_chunks
-from .gradients import finish_gradients, wanted_gradients
+from .gradients import finish_step, wanted_gradients
 from .one_pass_step import OnePassStep, StepTokens
 
 # N tokens, D hidden, V vocabulary
@@ -115,8 +115,8 @@ def step_over_tokens(
         OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing).run_chunks(chunks)
     if smoothing is not None and gradients.bias_sum is not None:
         smoothing.add_to_bias(gradients.bias_sum)
-    finish_gradients(grads, gradients, valid_tokens, place, call)
-    launch_sum_losses(per_token.losses, per_token.reduction, valid_tokens.total, loss)
+    loss_sum = LossSum(per_token.losses, per_token.reduction, loss)
+    finish_step(grads, gradients, valid_tokens, place, call, loss_sum)
     return chunks
 
 
