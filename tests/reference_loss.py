@@ -31,7 +31,7 @@ def reference_loss(
     token_weight: Tensor | None = None,  # (...)
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """The definition, term by term. It does not use F.cross_entropy: test_reference_loss.py compares the two."""
+    """The definition, term by term. It does not use F.cross_entropy."""
     z = dense_logits(input, linear_weight, linear_bias, softcap=softcap, logit_scale=logit_scale)
     V = linear_weight.shape[0]
     lse = torch.logsumexp(z, -1)

@@ -95,7 +95,7 @@ def on_meta(call: Arguments, tokens: int) -> Arguments:
     return call.changed(functools.partial(of_tokens, call, tokens))
 
 
-# A nested function that calls itself would be a reference cycle, which keeps tensors until a garbage collection.
+# A nested function that calls itself is a reference cycle, which keeps the call's tensors until a garbage collection.
 def of_tokens(call: Arguments, tokens: int, name: str, value: Any) -> Any:
     """An argument of the call, as it is in a call of so many tokens."""
     if name == "retain" and value:

@@ -11,7 +11,7 @@ import triton.language as tl
 from inputs import scalars
 from marks import IN_INTERPRETER
 from reference_divergence import KINDS, KINKED, make_pair
-from reference_loss import error
+from reference_loss import dense_logits, error
 from test_gradient_gemms import h200  # noqa: F401  a fixture
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double
@@ -57,9 +57,8 @@ def off_the_kink(args, options, dtype):
     input, weight, bias, teacher_input, teacher_weight, teacher_bias, probs, _ = double(*args)
 
     def log_probs(input, weight, bias, prefix):
-        z = (input @ weight.T + (0.0 if bias is None else bias)) * options[prefix + "logit_scale"]
-        cap = options.get(prefix + "softcap")
-        return (z if cap is None else cap * torch.tanh(z / cap)).log_softmax(-1)
+        scale, cap = options[prefix + "logit_scale"], options.get(prefix + "softcap")
+        return dense_logits(input, weight, bias, softcap=cap, logit_scale=scale).log_softmax(-1)
 
     log_p = probs.log() if probs is not None else log_probs(teacher_input, teacher_weight, teacher_bias, "teacher_")
     distance = (log_probs(input, weight, bias, "") - log_p).abs().amin(-1)

@@ -114,13 +114,8 @@ def test_the_kernel_of_given_logits_keeps_their_digits(options, classes, padded)
     logits = F.pad(logits, (0, padded))[:, :classes]
     target, smoothing = inputs.target, options["label_smoothing"]
     numbers = scalars({"label_smoothing": smoothing})
-    exact = F.cross_entropy(
-        logits.double(),
-        target,
-        None if inputs.weight is None else inputs.weight.double(),
-        reduction="none",
-        label_smoothing=smoothing,
-    )
+    weight = None if inputs.weight is None else inputs.weight.double()
+    exact = F.cross_entropy(logits.double(), target, weight, reduction="none", label_smoothing=smoothing)
     _, losses, *_ = triton.launch_with_grad(logits, target, inputs.weight, None, torch.tensor(1.0), **numbers)
     assert error(losses, exact) <= 4e-7
     target_logit, pair, logit_sum, _ = triton.launch_forward(logits, target, inputs.weight, logit_sum=True)
