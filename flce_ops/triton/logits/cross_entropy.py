@@ -340,22 +340,12 @@ def launch_rows(
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
     tile = tile_for(logits, objective is not None, call.logits.softcap is not None)
+    matrices = matrix_of(logits), None if grad_logits is None else matrix_of(grad_logits)
+    numbers, d_sum = (None, None) if objective is None else (RowNumbers(*objective), objective.d_sum)
     rows_kernel[(tokens,)](
-        matrix_of(logits),
-        None if grad_logits is None else matrix_of(grad_logits),
-        target,
-        known or KnownRows(),
-        reduction,
-        valid_tokens,
-        results,
-        weight,
-        None if objective is None else RowNumbers(*objective),
-        None if objective is None else objective.d_sum,
-        call.logits,
-        call.ignore_index,
-        tile.programs * multiprocessors(logits),
-        tokens,
-        num_classes,
+        *(*matrices, target, known or KnownRows(), reduction, valid_tokens, results, weight),
+        *(numbers, d_sum, call.logits, call.ignore_index, tile.programs * multiprocessors(logits)),
+        *(tokens, num_classes),
         OF_TARGET=None if objective is None else objective.of_target.jit,
         OF_ROW=None if objective is None else objective.of_row.jit,
         ALIKE=grad_logits is None or lie_alike(logits, grad_logits),

@@ -76,11 +76,9 @@ def row_numbers_kernel(
     num_classes,  # over all ranks
     T,
     TOPK: tl.constexpr,  # K; 0 if the rows are finished: their sums are added up, and the targets are not read
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
     """Ignored tokens get 0, and an argmax of -1. So do targets that another rank has."""
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < n
     count = valid_rows(valid_tokens, n)
     mask = i < count
@@ -89,7 +87,7 @@ def row_numbers_kernel(
     if TOPK == 0:
         row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     else:
-        largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # of the targets' logits
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)  # of the targets' logits
         for k in range(TOPK):
             place, to = i.to(tl.int64) * TOPK + k, token.to(tl.int64) * TOPK + k
             hit = tl.load(at_target.column + place, mask=mask, other=-1) >= 0
@@ -99,7 +97,7 @@ def row_numbers_kernel(
             else:
                 largest = tl.maximum(largest, tl.where(hit, target_logit2, float("-inf")))
             tl.store(outputs.target_logit + to, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
-        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, TILES), 1.0)
         # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed
         # in another order.
         row_sum = tl.maximum(row_sum, tl.exp2(largest - reference2), propagate_nan=tl.PropagateNan.ALL)
@@ -143,21 +141,9 @@ def launch_row_numbers(
     n, topk = valid_tokens.order.shape[0], 0
     if at_target is not None:
         topk = 1 if at_target.column.dim() == 1 else at_target.column.shape[1]
-    row_numbers_kernel[(cdiv(n, ROWS),)](
-        sums,
-        at_target,
-        class_weight_sum,
-        outputs,
-        valid_tokens,
-        n,
-        classes,
-        num_classes,
-        0 if sums.tiles is None else sums.tiles.shape[0],
-        TOPK=topk,
-        BLOCK_N=ROWS,
-        BLOCK_T=TILES,
-        num_warps=4,
-    )
+    tiles = 0 if sums.tiles is None else sums.tiles.shape[0]
+    of_rows = sums, at_target, class_weight_sum, outputs, valid_tokens, n, classes, num_classes, tiles
+    row_numbers_kernel[(cdiv(n, ROWS.value),)](*of_rows, TOPK=topk, num_warps=4)
 
 
 def launch_row_statistics(
@@ -184,16 +170,15 @@ def token_numbers_kernel(
     T,  # tiles of `sums`
     TOPK: tl.constexpr,
     SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
-    BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
+    BLOCK_N: tl.constexpr = 1 if SOFT else ROWS
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     count = valid_rows(tokens.valid_tokens, n)
     mask = i < count
     token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK, BLOCK_T)
+    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
     high, low = rescaled(reference, log2_sum, LN2)
@@ -240,24 +225,13 @@ def launch_in_order(values: Tensor, valid_tokens: ValidTokens) -> Tensor:  # (N,
 def launch_token_function(objective: FunctionObjective, tokens: Tokens, sums: RowSums) -> tuple[GivenLosses, RowSums]:
     """The results of the function for a chunk. `objective` has its tensors by rows of the chunk."""
     column, soft = tokens.column, tokens.column.dim() == 2
-    n, rows, topk = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
+    n, topk, tiles = column.shape[0], column.shape[1] if soft else 1, 0 if sums.tiles is None else sums.tiles.shape[0]
     log_prob, lse = row_vectors(column, 2, n)
     if soft:
         log_prob = lse.new_empty(column.shape)
-    token_numbers_kernel[(cdiv(n, rows),)](
-        tokens,
-        sums,
-        log_prob,
-        lse,
-        n,
-        0 if sums.tiles is None else sums.tiles.shape[0],
-        TOPK=topk,
-        SOFT=soft,
-        BLOCK_N=rows,
-        BLOCK_TOPK=topk_at_a_time(topk),
-        BLOCK_T=TILES,
-        num_warps=4,
-    )
+    shape = {"TOPK": topk, "SOFT": soft, "BLOCK_TOPK": topk_at_a_time(topk)}
+    grid = (n if soft else cdiv(n, ROWS.value),)
+    token_numbers_kernel[grid](tokens, sums, log_prob, lse, n, tiles, **shape, num_warps=4)
     function, reads_lse = objective.options, "lse" in objective.options.reads
     if launches.only_compile:
         losses, slopes = lse, Slopes(log_prob, lse if reads_lse else None)

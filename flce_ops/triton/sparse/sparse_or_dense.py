@@ -187,14 +187,8 @@ def launch_sparse_or_dense(rows: SparseRows, hidden: int) -> None:
     choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)
 
 
-BLOCK_B, BLOCK_V = 32, 64
-LISTED = 256  # entries that a program reads at a time
-
-
-@Kernel
-def clear_kernel(out_ptr, numbers, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, tl.zeros((BLOCK,), tl.int32), mask=i < numbers)
+BLOCK_B, BLOCK_V = tl.constexpr(32), tl.constexpr(64)
+LISTED = tl.constexpr(256)  # entries that a program reads at a time
 
 
 @Kernel
@@ -203,12 +197,11 @@ def count_kernel(
     table_ptr,  # (B, V) int32, added to
     V,
     rows,  # tokens of a block
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     begin, end = bounds(lists, row)
-    for start in range(begin + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    for start in range(begin + tl.program_id(1) * LISTED, end, tl.num_programs(1) * LISTED):
+        place = start + tl.arange(0, LISTED)
         column = tl.load(lists.entries + place, mask=place < end, other=0) & 0xFFFFFFFF
         tl.atomic_add(table_ptr + row // rows * V + column, 1, mask=place < end, sem="relaxed")
 
@@ -219,8 +212,6 @@ def running_totals_kernel(
     total_ptr,  # (V,) int32, out
     B,
     V,
-    BLOCK_B: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     total = tl.zeros((BLOCK_V,), tl.int32)
@@ -243,7 +234,6 @@ def place_kernel(
     N,
     V,
     rows,
-    BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
     for row in range(block * rows, tl.minimum((block + 1) * rows, N)):
@@ -251,8 +241,8 @@ def place_kernel(
         token = row
         if order_ptr is not None:
             token = tl.load(order_ptr + row).to(tl.int64)
-        for start in range(begin, end, BLOCK):
-            place = start + tl.arange(0, BLOCK)
+        for start in range(begin, end, LISTED):
+            place = start + tl.arange(0, LISTED)
             here = place < end
             entries = tl.load(lists.entries + place, mask=here, other=0)
             column, value = entries & 0xFFFFFFFF, entries >> 32 << 32
@@ -272,13 +262,10 @@ def launch_class_order(
 ) -> Lists:
     tokens, like = lists.lengths.shape[0], lists.entries
     blocks = cdiv(tokens, rows)
-    table = like.new_empty(blocks, num_classes, dtype=torch.int32)
+    table = like.new_zeros(blocks, num_classes, dtype=torch.int32)
     total, behind = (like.new_empty(num_classes, dtype=torch.int32) for _ in range(2))
-    clear_kernel[(cdiv(table.numel(), 8192),)](table, table.numel(), BLOCK=8192, num_warps=8)
-    count_kernel[(tokens, lists.walkers)](lists, table, num_classes, rows, BLOCK=LISTED, num_warps=4)
-    running_totals_kernel[(cdiv(num_classes, BLOCK_V),)](
-        table, total, blocks, num_classes, BLOCK_B=BLOCK_B, BLOCK_V=BLOCK_V, num_warps=4
-    )
+    count_kernel[(tokens, lists.walkers)](lists, table, num_classes, rows, num_warps=4)
+    running_totals_kernel[(cdiv(num_classes, BLOCK_V.value),)](table, total, blocks, num_classes, num_warps=4)
     classes = cut_lists(Lists(like.new_empty(like.numel(), dtype=torch.int64), total, behind=behind), splits)
-    place_kernel[(blocks,)](lists, order, table, classes, tokens, num_classes, rows, BLOCK=LISTED, num_warps=4)
+    place_kernel[(blocks,)](lists, order, table, classes, tokens, num_classes, rows, num_warps=4)
     return classes
