@@ -42,7 +42,6 @@ from ..rows.row_numbers import RowOutputs
 from ..rows.valid_tokens import Count, count_tokens
 from ..steps.chunks import contiguous
 from .row_blocks import (
-    LOWEST,
     Scores,
     Slopes,
     add_block,
@@ -54,6 +53,7 @@ from .row_blocks import (
     load_block,
     logits_of,
     matrix_of,
+    nothing_added,
     numbers_in,
     out_of,
     row_of,
@@ -111,28 +111,16 @@ def rows_kernel(
     u_edges = tl.load(row.pointer + edge, mask=there & everywhere(valid, there), other=0.0)
 
     if known.lse_pair is None:
-        m = tl.full((BLOCK_G,), LOWEST, tl.float32)
-        s = tl.zeros((BLOCK_G,), tl.float32)
-        logit_sums = tl.zeros((BLOCK_G,), tl.float32)
-        weight_sums = tl.zeros((BLOCK_G,), tl.float32)
-        columns = tl.zeros((BLOCK_G,), tl.int32)
+        sums = nothing_added(BLOCK_G)
         for block in tl.static_range(HELD):
             u = numbers_in(held[block], DTYPE)
-            m, s, logit_sums, weight_sums, columns = add_block(
-                m, s, logit_sums, weight_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
-            )
+            sums = add_block(sums, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False)
         for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
             u = numbers_in(load_block(groups_ptr, streamed, row.groups, valid, BLOCK_G, False, "evict_last"), DTYPE)
-            m, s, logit_sums, weight_sums, columns = add_block(
-                m, s, logit_sums, weight_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
-            )
-        u = numbers_in(end, DTYPE)
-        m, s, logit_sums, weight_sums, columns = add_block(
-            m, s, logit_sums, weight_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
-        )
-        row_max, row_sum, log2_sum, logit_sum, argmax = whole_row(
-            m, s, logit_sums, weight_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
-        )
+            sums = add_block(sums, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False)
+        sums = add_block(sums, numbers_in(end, DTYPE), last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True)
+        of_row = whole_row(sums, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX)
+        row_max, row_sum, log2_sum, logit_sum, argmax = of_row
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         log2_sum = tl.where(valid, log2_sum, 0.0)
         if ARGMAX:

@@ -94,18 +94,7 @@ def with_shares(row_sum, shares, SOFT: tl.constexpr):
 
 
 @triton.jit
-def row_sums(
-    tokens,
-    sums,
-    i,
-    reference,
-    count,
-    n,
-    T,
-    TOPK: tl.constexpr,
-    SOFT: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-):
+def row_sums(tokens, sums, i, reference, count, n, T, TOPK: tl.constexpr, SOFT: tl.constexpr, BLOCK_TOPK: tl.constexpr):
     """Z of the rows i; 1 for rows from `count` on."""
     mask = i < count
     if sums.tiles is None:
