@@ -193,7 +193,7 @@ def test_second_derivatives_over_no_token():
     assert second.shape == (0, 7)
 
 
-def test_transforms_checkpoints_and_autocast():
+def test_transforms_and_checkpoints():
     logits, target, _ = make_logits((11, 13), dtype=torch.float64)
     (grad,) = value_and_gradient(dense, logits, target)[1:]
     torch.testing.assert_close(torch.func.grad(flce_ops.cross_entropy)(logits, target), grad)
@@ -205,10 +205,6 @@ def test_transforms_checkpoints_and_autocast():
         leaf = logits.clone().requires_grad_()
         checkpoint(lambda x: in_place(x * 1.0, target), leaf, use_reentrant=reentrant).backward()
         torch.testing.assert_close(leaf.grad, grad)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(
-            flce_ops.cross_entropy(logits.float(), target), flce_ops.cross_entropy(logits.float(), target)
-        )
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: flce_ops.cross_entropy(x, target), (logits,), (logits,))
 
