@@ -102,6 +102,16 @@ def run_reference(inputs: Inputs, cotangent: Tensor | None = None, **options) ->
     return run(reference_loss, inputs.clone(torch.float64), cotangent, **options)
 
 
+def with_lse(results) -> list[Tensor]:
+    """Results of a forward operator with lse, (N,), in place of its lse_pair: each path chooses the reference."""
+    target_logit, pair, *others = results
+    return [target_logit, pair.sum(1), *others]
+
+
+def as_pair(lse: Tensor) -> Tensor:  # (N,) -> (N, 2)
+    return torch.stack([lse, torch.zeros_like(lse)], 1)
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     """The norm of the difference divided by the norm of `exact`; absolute if `exact` is 0. nan and inf must agree."""
     assert found.shape == exact.shape, f"{tuple(found.shape)} against {tuple(exact.shape)}"

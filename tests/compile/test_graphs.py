@@ -91,7 +91,8 @@ def test_none():
         graphs,
         """\
 forward:
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[12], i16[12, 80])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12, 2], i16[12, 80])
+aten.unbind -> (f32[12], f32[12])
 aten.sub -> f32[12]
 aten.add -> f32[12]
 aten.clamp -> f32[12]
@@ -101,6 +102,10 @@ aten.where -> f32[12]
 backward:
 aten.where -> f32[12]
 aten.neg -> f32[12]
+aten.zeros -> f32[]
+aten.expand -> f32[12]
+aten.stack -> f32[12, 2]
+aten.select -> f32[12]
 flce.linear_cross_entropy_backward -> (f32[12, 8], f32[31, 8])""",
     )
 
@@ -113,7 +118,8 @@ def test_no_gradient():
 forward:
 aten.ne -> b8[12]
 aten.sum -> f32[]
-flce.linear_cross_entropy_forward -> (f32[12], f32[12], f32[12])
+flce.linear_cross_entropy_forward -> (f32[12], f32[12, 2])
+aten.unbind -> (f32[12], f32[12])
 aten.sub -> f32[12]
 aten.add -> f32[12]
 aten.clamp -> f32[12]

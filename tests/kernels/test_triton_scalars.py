@@ -65,12 +65,12 @@ def test_one_pass(options, mask, poisoned_memory):
 def test_backward(options, dtype, mask, poisoned_memory):
     made = make_inputs(SHAPE, dtype=dtype, bias=True, requires_grad=False)
     args, number = (*made.args, None), logit_options(options)
-    lse = aten.forward(*double(*args), **number)[1]
+    pair = aten.forward(*double(*args), **number)[1]
     cotangents = [-torch.rand(SHAPE[0]), torch.rand(SHAPE[0]), None]
     asked = {"scale_gradient": True, **number}
-    found = launch_backward(*cotangents, *args, lse.float(), output_mask=mask, **asked)
-    exact = aten.backward(*double(*cotangents), *double(*args), lse, output_mask=mask, **asked)
-    of_all = aten.backward(*double(*cotangents), *double(*args), lse, output_mask=[True] * 3, **number)
+    found = launch_backward(*cotangents, *args, pair.float(), output_mask=mask, **asked)
+    exact = aten.backward(*double(*cotangents), *double(*args), pair, output_mask=mask, **asked)
+    of_all = aten.backward(*double(*cotangents), *double(*args), pair, output_mask=[True] * 3, **number)
     judge(found, exact, size_of_terms(made.input, of_all, options["logit_scale"]), dtype)
 
 

@@ -275,7 +275,7 @@ def test_the_operators_pass_opcheck(device, mode):
     opcheck(torch.ops.flce.linear_log_probs.default, inputs.args, options | {"gradient_sparse": "input"})
     no_leaves = [tensor.detach() for tensor in inputs.args]
     slopes = torch.rand(12, device=device)
-    args = (-slopes, slopes, None, *no_leaves, None, slopes)
+    args = (-slopes, slopes, None, *no_leaves, None, torch.rand(12, 2, device=device))
     opcheck(torch.ops.flce.linear_cross_entropy_backward.default, args, {"output_mask": [True] * 3, **options})
 
 
