@@ -31,8 +31,7 @@ from .._ops import ops
 from ..meta.call import Arguments
 from ..ops.autocast import autocast_kernel
 from ..ops.registration import library
-from ..support.holes import refuse_hole
-from ..support.running import running
+from ..support.holes import refuse_hole, running
 from . import cross_entropy, kl_div, log_probs, logits, schemas, token_loss
 
 METRICS = "(Tensor loss, Tensor token_accuracy, Tensor argmax)"  # of given logits

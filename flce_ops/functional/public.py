@@ -20,13 +20,13 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from .._ops import ops
+from ..distributed.one_rank import any_dtensor
 from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
 from ..entry.hints import hint_of_type, refuse_class_weight, refuse_name
 from ..entry.learnt_scale import with_learnt_scale
 from ..entry.shifted_target import shifted_target
 from ..math.options import number_tensor
-from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
 
 Function = TypeVar("Function", bound=Callable)

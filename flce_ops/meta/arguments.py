@@ -6,8 +6,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import Cotangents, LogitOperands, LogitOptions, Operands, Statistics
+from ..math.options import Cotangents, KlDivOperands, KlDivOptions, LogitOperands, LogitOptions, Operands, Statistics
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
 from ..objectives.cross_entropy import LossOptions
@@ -239,7 +238,7 @@ class TokenLossWithGrad(Arguments, keyword_from="ignore_index"):
     results = (*LOSSES, *GRADIENTS, topk("log_probs"), OF_SCALE)
 
     operands: TokenOperands
-    function: str  # its name, in objectives/token_losses.py
+    function: str  # its name, in objectives/token_function.py
     tensors: list[Tensor]  # (N, ...) or () each, constants
     reduction: Reduction
     ignore_index: int = -100

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitOptions
+from ..math.options import KlDivOperands, KlDivOptions, LogitOptions
 from ..math.shards import shard_rows
 from ..meta.arguments import Backward, WithGrad
 from ..objectives.cross_entropy import LossOptions
