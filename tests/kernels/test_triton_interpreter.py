@@ -48,13 +48,8 @@ OPTIONS = [
 
 
 def operands(shape, dtype, options):
-    made = inputs.make_inputs(
-        shape,
-        dtype=dtype,
-        bias=options.get("bias", False),
-        weight=options.get("class_weight", False),
-        requires_grad=False,
-    )
+    tensors = {"bias": options.get("bias", False), "weight": options.get("class_weight", False)}
+    made = inputs.make_inputs(shape, dtype=dtype, requires_grad=False, **tensors)
     return *made.args, made.weight
 
 
@@ -133,18 +128,11 @@ def test_one_pass_kernels_make_only_the_gradients_asked_for(mask, poisoned_memor
     assert [grad.numel() > 0 for grad in found[2:5]] == mask
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_one_pass_kernels_agree_with_float64_over_several_chunks(chunks, poisoned_memory):
+@pytest.mark.parametrize("chunks, options", [(4, OPTIONS[1]), (2, OPTIONS[2]), (2, OPTIONS[4])], ids=str)
+def test_one_pass_kernels_agree_with_float64_over_several_chunks(chunks, options, poisoned_memory):
+    args = operands((128 * chunks - 106, 20, 300), torch.float32, options)
     with flce_ops.workspace(1):  # even the smallest chunk has 128 rows
-        args = operands((128 * chunks - 106, 20, 67), torch.float32, {"bias": True})
-        assert_one_pass(args, {}, [True, True, True], chunks=chunks)
-
-
-@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4]], ids=str)
-def test_options_agree_with_float64_over_several_chunks(options, poisoned_memory):
-    args = operands((150, 20, 300), torch.float32, options)
-    with flce_ops.workspace(1):
-        assert_one_pass(args, options, [True, True, args[3] is not None], chunks=2)
+        assert_one_pass(args, options, [True, True, args[3] is not None], chunks=chunks)
 
 
 @pytest.mark.parametrize(

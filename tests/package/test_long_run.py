@@ -1,4 +1,4 @@
-"""Many steps in one process (tests/long_run.py): memory and caches do not grow, and where they do it is told."""
+"""Many steps in one process (tests/long_run.py): memory and caches do not grow."""
 
 import subprocess
 import sys
@@ -16,6 +16,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", DEVICES)
 def test_steps_of_changing_numbers_of_tokens_leave_nothing(options):
     command = [sys.executable, "-W", "ignore", "-m", "tests.long_run", *options.split()]

@@ -40,7 +40,7 @@ def test_drop_is_the_dense_gradient_without_small_entries(options, order):
     place = torch.randperm(SHAPE[2]) if order else None
     loss, found = gradients(inputs, **sparse(mode="drop"), gradient_class_order=place, **options)
     exact, dense = gradients(inputs, **options)
-    assert torch.equal(loss, exact)
+    assert error(loss, exact) < 1e-15 if order else torch.equal(loss, exact)  # sums over classes in another order
     truth = dense_without(inputs, "drop", options)
     for ours, expected in zip(found, [*truth, dense[2]], strict=True):
         assert error(ours, expected) < 1e-12
