@@ -228,8 +228,3 @@ def readable_rows(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, rows, count):
         part = slice(start, min(start + count, rows))
         yield part, memory[: part.stop - start].copy_(matrix[part])
-
-
-def readable_columns(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for columns, piece in readable_rows(matrix.T):
-        yield columns, piece.T

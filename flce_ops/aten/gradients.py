@@ -17,9 +17,9 @@ from ..math.options import accumulation_dtype
 from ..math.sparse_gradient import keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
 from ..support.integers import cdiv
-from ..support.workspace import float32_sum_fits
+from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
 from . import chunks
-from .logits import activate, activate_with_slope, apply_slope
+from .logits import activate, activate_with_slope
 from .valid_tokens import RowsByChunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -37,7 +37,8 @@ PRODUCT_BYTES = 2 << 20
 def sums_in_float32(input: Tensor, elements: int, count: int) -> bool:
     """Whether grad_linear_weight, with `elements` numbers in bfloat16 or float16, is summed over chunks in float32."""
     rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
-    return input.dtype.itemsize < 4 and count > rounded and float32_sum_fits(elements)
+    fits = 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
+    return input.dtype.itemsize < 4 and count > rounded and fits
 
 
 def rows_beside_gradients(
@@ -69,7 +70,10 @@ def run_blocks(
             u = gradients.kept(block)
             logits, slope = activate_with_slope(block, call.logits)
             grad_lse = work(rows, logits, *own)
-            gradients.add_bias(apply_slope(logits, slope))
+            if slope is not None:
+                logits.mul_(slope)
+            if gradients.bias_sum is not None:
+                gradients.bias_sum += logits.sum(0)
             if u is not None:
                 gradients.add_scale(logits, u)
             gradients.finish_block(block, logits, grad_lse, chunk, rows)
@@ -102,10 +106,6 @@ class GradientAccumulator:
         if vars(call).get("scale_gradient"):
             self.grad_logit_scale = of_scale[0].zero_()
 
-    def add_bias(self, grad_logits: Tensor) -> None:
-        if self.bias_sum is not None:
-            self.bias_sum += grad_logits.sum(0)
-
     def kept(self, product: Tensor) -> Tensor | None:
         """The products u that `add_scale` reads, copied if the logits overwrite them."""
         if self.grad_logit_scale is None:
@@ -133,8 +133,8 @@ class GradientAccumulator:
         if self.mask[0] and chunks.readable(self.linear_weight):
             torch.mm(rounded, self.linear_weight, out=chunks.rows_of(self.grad_input, rows))
         elif self.mask[0]:
-            for features, weight in chunks.readable_columns(self.linear_weight):
-                torch.mm(rounded, weight, out=self.grad_input[rows, features])
+            for features, weight in chunks.readable_rows(self.linear_weight.T):
+                torch.mm(rounded, weight.T, out=self.grad_input[rows, features])
 
     def add_to_weight(self, rows: slice, rounded: Tensor) -> None:
         if not self.mask[1]:

@@ -18,7 +18,6 @@ from .chunks import chunk_products, copied_rows, copy_bytes, product_is_rounded,
 from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
 from .logits import (
     add_target_and_sum,
-    at_columns,
     extra_matrices,
     reduce_rows,
     softmax_factors,
@@ -66,7 +65,7 @@ def numbers_of_rows(
     weight_sum = (num_classes if weight is None else weight.sum()) if call.logit_sum else None
 
     def numbers(rows: slice, logits: Tensor, own_column: Tensor, own_target_logit: Tensor) -> None:
-        at_target = at_columns(logits, own_column, own_target_logit)
+        at_target = logits.gather(1, own_column).view_as(own_target_logit)
         own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
         found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
         for name, of_rows in (found._asdict() | {"lse_pair": found.lse_pair}).items():

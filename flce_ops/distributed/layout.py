@@ -31,7 +31,6 @@ from .one_rank import OneRank
 
 # N tokens of this rank, K classes of a target, V vocabulary, v of them on this rank, D hidden
 
-OP = "linear_cross_entropy"
 FSDP_HINT = (
     "If FSDP shards this weight, the loss must run while it is gathered: inside the forward of the module that owns it "
     "(flce_ops.LinearCrossEntropyHead does that), in a method named by register_fsdp_forward_method, or after "
@@ -198,7 +197,7 @@ def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
     return layout
 
 
-def layout_of(input: Tensor, linear_weight: Tensor, op: str = OP, **others: Tensor | None) -> Layout:
+def layout_of(input: Tensor, linear_weight: Tensor, op: str, **others: Tensor | None) -> Layout:
     """The layout that input and linear_weight determine. `others` are tensors by name: DTensors on the same mesh, or
     plain tensors.
     """
@@ -274,7 +273,7 @@ def check_same_mesh(input: DTensor, op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def check_plain_target(target: Tensor, input: Tensor, op: str = OP) -> None:
+def check_plain_target(target: Tensor, input: Tensor, op: str) -> None:
     """Checks that a plain target holds all tokens. A plain target with this rank's tokens only is refused, because it
     may be a mistake.
     """

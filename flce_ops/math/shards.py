@@ -106,11 +106,7 @@ class Exchange:
         return all_gather(numbers, self.group, self.ranks)
 
     def finish_statistics(
-        self,
-        asked: Statistics,
-        own: TokenStatistics,
-        valid: Tensor,
-        results: Sequence[Tensor],
+        self, asked: Statistics, own: TokenStatistics, valid: Tensor, results: Sequence[Tensor]
     ) -> None:
         """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. This
         takes one more exchange between the ranks.

@@ -139,10 +139,6 @@ def matrix_bytes(tokens: int, per_token: int = VECTOR_BYTES_PER_TOKEN) -> int:
     return max(get_workspace() - per_token * tokens, 1)
 
 
-def float32_sum_fits(elements: int) -> bool:
-    return 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
-
-
 def set_workspace(nbytes: float | None = None, *, retained: float | None = None) -> None:
     """Set the bytes of temporary memory that one operator call may use (default 512 MiB, or 2048 rows of logits where
     these are more), and those of logits that may wait for backward (default: twice as many bytes).

@@ -122,14 +122,10 @@ def kind_of(call: Arguments) -> tuple[Hashable, ...]:
         if tensor is not None:
             values[index] = tensor.dtype, tensor.shape[first:]
     for index in call.lists:
-        values[index] = tuple(kind_of_element(element) for element in values[index])
+        values[index] = tuple((e.dtype, e.shape[1:]) if isinstance(e, Tensor) else e for e in values[index])
     for index in numbers:
         values[index] = bool(values[index])
     return call.op, get_workspace(), *values
-
-
-def kind_of_element(element: Any) -> Hashable:
-    return (element.dtype, element.shape[1:]) if isinstance(element, Tensor) else element
 
 
 @functools.cache

@@ -21,8 +21,7 @@ from flce_ops.ops.paths import KERNELS, function
 from flce_ops.ops.registration import OPERATORS
 from flce_ops.triton import launch_scale_in_place
 from flce_ops.triton.gemm import tiles
-from flce_ops.triton.gemm.class_blocks import LIVE
-from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
+from flce_ops.triton.gemm.tiles import INPUT_TILES, LIVE, WEIGHT_TILES
 from flce_ops.triton.kernel import Kernel
 
 pytestmark = IN_INTERPRETER

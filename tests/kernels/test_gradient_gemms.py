@@ -16,10 +16,9 @@ from flce_ops import aten
 from flce_ops.support.versions import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import input_gradient, tiles
-from flce_ops.triton.gemm.class_blocks import ClassBlocks
 from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
-from flce_ops.triton.gemm.tiles import INPUT_TILES
+from flce_ops.triton.gemm.tiles import INPUT_TILES, ClassBlocks
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.after_chunks import launch_after_chunks
 from flce_ops.triton.rows.target_rows import launch_target_rows

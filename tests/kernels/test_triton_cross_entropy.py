@@ -136,7 +136,7 @@ def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ah
         places.append(int(row.pointer.handle.data.item()) - logits.data_ptr())
 
     monkeypatch.setattr(triton, "INTERPRETED", tile._replace(programs=2))
-    monkeypatch.setattr("flce_ops.triton.logits.cross_entropy.ask_for", ask_for)
+    monkeypatch.setattr("flce_ops.triton.logits.row_blocks.ask_for", ask_for)
     rows = 2 * triton.multiprocessors(torch.empty(0)) + 1  # the first one's program runs the last one, too
     logits = torch.randn(rows, blocks * tile.block_g * 4)
     triton.launch_with_grad(logits, torch.zeros(rows, dtype=torch.int64), None, None, None)

@@ -13,8 +13,7 @@ from test_gradient_gemms import interpreter, valid_tokens_of
 pytest.importorskip("triton")
 
 
-from flce_ops.triton.gemm.class_blocks import EVERY_BLOCK, ClassBlocks
-from flce_ops.triton.gemm.tiles import WEIGHT_TILES
+from flce_ops.triton.gemm.tiles import EVERY_BLOCK, WEIGHT_TILES, ClassBlocks
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 
 

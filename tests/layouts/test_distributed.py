@@ -55,12 +55,12 @@ class Rows(SimpleNamespace):
 
 
 def test_a_plain_target_of_batches_holds_all_tokens():
-    check_plain_target(torch.zeros(4, 6), Rows())
-    check_plain_target(torch.zeros(4, 6, 5), Rows())  # five classes of each
+    check_plain_target(torch.zeros(4, 6), Rows(), "op")
+    check_plain_target(torch.zeros(4, 6, 5), Rows(), "op")  # five classes of each
     with pytest.raises(ValueError, match=r"all tokens of input, shape \(4, 6\), got \(2, 6\). It has the tokens of"):
-        check_plain_target(torch.zeros(2, 6), Rows())
+        check_plain_target(torch.zeros(2, 6), Rows(), "op")
     with pytest.raises(ValueError, match=r"all tokens of input, shape \(4, 6\), got \(4, 5\)$"):
-        check_plain_target(torch.zeros(4, 5), Rows())
+        check_plain_target(torch.zeros(4, 5), Rows(), "op")
 
 
 @in_worlds(SQUARE)

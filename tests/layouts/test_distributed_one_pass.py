@@ -78,7 +78,7 @@ def triton_one_pass(device):
     from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
     mesh = mesh_of(device, dist.get_world_size())
-    layout = layout_of(*(distribute_tensor(torch.zeros(35, 1), mesh, [p]) for p in (R, Shard(0))))
+    layout = layout_of(*(distribute_tensor(torch.zeros(35, 1), mesh, [p]) for p in (R, Shard(0))), "op")
     start, size = layout.vocabulary_range(131)
     for options, scale, off in (
         ({}, 1.0, 131),

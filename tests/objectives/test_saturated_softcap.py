@@ -11,7 +11,8 @@ from reference_loss import dense_logits, error, plain_loss, reference_loss
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.aten.logits import cap_with_slope
+from flce_ops.aten.logits import activate_with_slope
+from flce_ops.math.options import LogitOptions
 
 N, D, V = 13, 31, 57
 DRAWS = 40
@@ -128,11 +129,11 @@ def test_gradients_of_the_triton_kernels_are_no_worse_than_plain_torch(kernel, s
 def test_the_slope_keeps_its_digits_until_it_underflows(dtype):
     """Checks float64, too, against NumPy's long double. The rounding of the ratio itself costs 2 ratio units."""
     ratio = torch.linspace(-30, 30, 1001, dtype=dtype)
-    _, slope = cap_with_slope(ratio.clone(), torch.ones((), dtype=dtype))
+    _, slope = activate_with_slope(ratio.clone(), LogitOptions(torch.ones((), dtype=dtype)))
     exact = 1 / np.cosh(ratio.numpy().astype(np.longdouble)) ** 2
     unit = torch.finfo(dtype).eps
     assert (np.abs(slope.numpy() / exact - 1) < 8 * unit).all()
     limits = torch.tensor([-torch.inf, 0.0, torch.inf, torch.nan], dtype=dtype)
-    capped, slope = cap_with_slope(limits, torch.full((), 5.0, dtype=dtype))
+    capped, slope = activate_with_slope(limits, LogitOptions(torch.full((), 5.0, dtype=dtype)))
     assert torch.equal(capped.nan_to_num(7.0), torch.tensor([-5.0, 0.0, 5.0, 7.0], dtype=dtype))
     assert torch.equal(slope.nan_to_num(7.0), torch.tensor([0.0, 1.0, 0.0, 7.0], dtype=dtype))

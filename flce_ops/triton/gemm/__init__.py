@@ -8,8 +8,7 @@ weight_gradient.py       E.T @ (c input), summed over chunks
 input_gradient.py        E @ linear_weight
     split_k.py           how many ways the vocabulary is split
 matmul.py                all three by torch.matmul
-class_blocks.py          which blocks of classes they visit
 tma.py                   tensor maps of matrices, for TMA
-tiles.py                 tile shapes, and which of them a device takes
+tiles.py                 tile shapes, which of them a device takes, and which blocks of classes are visited
 padded_features.py       a D that is no multiple of 16: copies padded with zeros, if they fit the workspace
 """

@@ -6,7 +6,7 @@
         └───────────────┘        └───────┘
 
 residual_i is what rounding took from the target's entry of E (finish_rows.py). m wW is what label smoothing adds
-(smoothing.py).
+(column_sums.py).
 
 V may be split into S ranges, whose products wait in float32 memory until they are added (split_k.py). With S = 1, the
 GEMM's epilogue writes grad_input and needs no such memory.
@@ -21,9 +21,8 @@ from torch import Tensor
 from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .split_k import splits_of, steps_of_range
-from .tiles import input_tiles_for, multiprocessors
+from .tiles import EVERY_BLOCK, ClassBlocks, input_tiles_for, multiprocessors, number_of_steps, step_at
 from .tma import Matrix, kernel_matrices, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..rows.valid_tokens import ValidTokens
-from .class_blocks import EVERY_BLOCK, ClassBlocks
 from .input_gradient import SUMMED, Finish
 from .logits_gemm import launch_logits_gemm
+from .tiles import EVERY_BLOCK, ClassBlocks
 from .tma import NO_OUTER, Outer
 
 # n rows of a chunk, D hidden, V vocabulary

@@ -22,8 +22,7 @@ from torch import Tensor
 from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from .class_blocks import LIVE, ClassBlocks, number_of_steps
-from .tiles import Tiles, multiprocessors
+from .tiles import LIVE, ClassBlocks, Tiles, multiprocessors, number_of_steps
 from .tma import kernel_matrices
 
 # A scale is at most 2^ROOM times the largest number of its row, so later sums have room to grow. With more room, small
@@ -152,16 +151,6 @@ def launch_overflow_rows(
     feature_blocks = cdiv(hidden, tiles.block_n)
     stride = min(max(multiprocessors(rows) // feature_blocks, 1), cdiv(num_classes, tiles.block_m))
     tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
-    overflow_rows_kernel[(feature_blocks * stride,)](
-        *kernel_matrices([exponentials, rows], tile_shapes),
-        *total,
-        valid_tokens,
-        blocks,
-        n,
-        hidden,
-        num_classes,
-        total.numbers.stride(0),
-        total.exponents.stride(0),
-        LOOK=LOOK,
-        **tiles.options,
-    )
+    of_sum = *total, valid_tokens, blocks, n, hidden, num_classes, total.numbers.stride(0), total.exponents.stride(0)
+    matrices = kernel_matrices([exponentials, rows], tile_shapes)
+    overflow_rows_kernel[(feature_blocks * stride,)](*matrices, *of_sum, LOOK=LOOK, **tiles.options)

@@ -40,7 +40,6 @@ from torch import Tensor
 from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
 from .sum_scales import (
     LARGEST_SUM,
     NO_ROOM,
@@ -52,7 +51,16 @@ from .sum_scales import (
     power_of_two,
     scaled_products,
 )
-from .tiles import Tiles, main_grad_tiles_for, multiprocessors, weight_tiles_for
+from .tiles import (
+    EVERY_BLOCK,
+    ClassBlocks,
+    Tiles,
+    main_grad_tiles_for,
+    multiprocessors,
+    number_of_steps,
+    step_at,
+    weight_tiles_for,
+)
 from .tma import NO_OUTER, Outer, block_of_tile, kernel_matrices, load_tile, outer_product
 
 # n tokens of a chunk, D hidden, V vocabulary

@@ -41,26 +41,7 @@ from ..rows.logit_numbers import loaded
 from ..rows.row_numbers import RowOutputs
 from ..rows.valid_tokens import Count, count_tokens
 from ..steps.chunks import contiguous
-from .row_blocks import (
-    LOWEST,
-    Scores,
-    Slopes,
-    add_block,
-    as_loaded,
-    ask_for,
-    edges_of,
-    exp_below,
-    finish_gradient,
-    load_block,
-    logits_of,
-    matrix_of,
-    numbers_in,
-    out_of,
-    row_of,
-    store_gradient,
-    target_of,
-    whole_row,
-)
+from . import row_blocks as blocks
 
 # N tokens, V vocabulary
 
@@ -95,49 +76,40 @@ def rows_kernel(
     LOGIT_SUM: tl.constexpr = d_sum is not None or results.logit_sum is not None
     ARGMAX: tl.constexpr = results.argmax is not None
     i = tl.program_id(0)
-    valid, column = target_of(target_ptr, i, ignore_index, V)
-    scores = Scores(logit_numbers, loaded(logit_numbers), class_weight_ptr)
+    valid, column = blocks.target_of(target_ptr, i, ignore_index, V)
+    scores = blocks.Scores(logit_numbers, loaded(logit_numbers), class_weight_ptr)
     logit_scale = scores.numbers.logit_scale
-    row = row_of(logits, i, V, VEC)
+    row = blocks.row_of(logits, i, V, VEC)
     groups_ptr = tl.multiple_of(row.pointer + row.head, 16)
     last = row.groups // BLOCK_G
     held = ()
     for block in tl.static_range(HELD):
-        held += (load_block(groups_ptr, block, row.groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
-    end = load_block(groups_ptr, last, row.groups, valid, BLOCK_G, True, "evict_first")
-    edge, there = edges_of(row, VEC)
+        held += (blocks.load_block(groups_ptr, block, row.groups, valid, BLOCK_G, False, "evict_first"),)  # type: ignore[assignment]
+    end = blocks.load_block(groups_ptr, last, row.groups, valid, BLOCK_G, True, "evict_first")
+    edge, there = blocks.edges_of(row, VEC)
     # read first, because the gradient may overwrite the logits
     u_target = tl.load(row.pointer + column, mask=valid, other=0.0)
     u_edges = tl.load(row.pointer + edge, mask=there & everywhere(valid, there), other=0.0)
 
     if known.lse_pair is None:
-        m = tl.full((BLOCK_G,), LOWEST, tl.float32)
-        s = tl.zeros((BLOCK_G,), tl.float32)
-        logit_sums = tl.zeros((BLOCK_G,), tl.float32)
-        weight_sums = tl.zeros((BLOCK_G,), tl.float32)
-        columns = tl.zeros((BLOCK_G,), tl.int32)
+        sums = blocks.nothing_added(BLOCK_G)
         for block in tl.static_range(HELD):
-            u = numbers_in(held[block], DTYPE)
-            m, s, logit_sums, weight_sums, columns = add_block(
-                m, s, logit_sums, weight_sums, columns, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
-            )
+            u = blocks.numbers_in(held[block], DTYPE)
+            sums = blocks.add_block(sums, u, block, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False)
         for streamed in tl.range(HELD, tl.where(valid, last, HELD), num_stages=STAGES):
-            u = numbers_in(load_block(groups_ptr, streamed, row.groups, valid, BLOCK_G, False, "evict_last"), DTYPE)
-            m, s, logit_sums, weight_sums, columns = add_block(
-                m, s, logit_sums, weight_sums, columns, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False
-            )
-        u = numbers_in(end, DTYPE)
-        m, s, logit_sums, weight_sums, columns = add_block(
-            m, s, logit_sums, weight_sums, columns, u, last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
+            words = blocks.load_block(groups_ptr, streamed, row.groups, valid, BLOCK_G, False, "evict_last")
+            u = blocks.numbers_in(words, DTYPE)
+            sums = blocks.add_block(sums, u, streamed, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, False)
+        sums = blocks.add_block(
+            sums, blocks.numbers_in(end, DTYPE), last, row, scores, LOGIT_SUM, ARGMAX, BLOCK_G, VEC, True
         )
-        row_max, row_sum, log2_sum, logit_sum, argmax = whole_row(
-            m, s, logit_sums, weight_sums, columns, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX
-        )
+        of_row = blocks.whole_row(sums, u_edges, edge, there, V, scores, LOGIT_SUM, ARGMAX)
+        row_max, row_sum, log2_sum, logit_sum, argmax = of_row
         row_max, row_sum = tl.where(valid, row_max, 0.0), tl.where(valid, row_sum, 1.0)
         log2_sum = tl.where(valid, log2_sum, 0.0)
         if ARGMAX:
             tl.store(results.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
-        target_logit, _ = logits_of(u_target, scores)
+        target_logit, _ = blocks.logits_of(u_target, scores)
     if grad_logits is None:
         tl.store(results.target_logit + i, tl.where(valid, target_logit, 0.0))
         tl.store(results.lse_pair + 2 * i, row_max)
@@ -148,10 +120,10 @@ def rows_kernel(
         if known.lse_pair is None:
             if AHEAD > 0:
                 coming = tl.minimum(i + later, N - 1)
-                counts, _ = target_of(target_ptr, coming, ignore_index, V)
-                next_row = row_of(logits, coming, V, VEC)
+                counts, _ = blocks.target_of(target_ptr, coming, ignore_index, V)
+                next_row = blocks.row_of(logits, coming, V, VEC)
                 ahead = tl.minimum(next_row.groups, AHEAD * BLOCK_G)
-                ask_for(next_row, tl.where(counts & (i + later < N), ahead, 0), BLOCK_G)
+                blocks.ask_for(next_row, tl.where(counts & (i + later < N), ahead, 0), BLOCK_G)
             target_weight = None
             if class_weight_ptr is not None:
                 target_weight = tl.load(class_weight_ptr + column)
@@ -174,23 +146,23 @@ def rows_kernel(
             row_max = tl.load(known.lse_pair + 2 * i, mask=valid, other=0.0)
             factor, sum_factor, at_target = 0.0, None, 0.0
             if known.grad_lse is not None:
-                share = exp_below(-tl.load(known.lse_pair + 2 * i + 1, mask=valid, other=0.0))
+                share = blocks.exp_below(-tl.load(known.lse_pair + 2 * i + 1, mask=valid, other=0.0))
                 factor = tl.load(known.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
             if known.grad_logit_sum is not None:
                 sum_factor = tl.load(known.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
             if known.grad_target_logit is not None:
                 at_target = tl.load(known.grad_target_logit + i, mask=valid, other=0.0).to(tl.float32) * logit_scale
-        slopes = Slopes(row_max, factor, sum_factor, at_target)
-        out_row, out_groups_ptr = out_of(grad_logits, i, row, ALIKE)
-        store_gradient(out_groups_ptr, as_loaded(end), last, row, slopes, scores, BLOCK_G, VEC, True)
+        slopes = blocks.Slopes(row_max, factor, sum_factor, at_target)
+        out_row, out_groups_ptr = blocks.out_of(grad_logits, i, row, ALIKE)
+        blocks.store_gradient(out_groups_ptr, blocks.as_loaded(end), last, row, slopes, scores, BLOCK_G, VEC, True)
         for back in tl.range(0, last - HELD, num_stages=STAGES):
             again = last - 1 - back
-            words = load_block(groups_ptr, again, row.groups, valid, BLOCK_G, False, "evict_first")
-            store_gradient(out_groups_ptr, words, again, row, slopes, scores, BLOCK_G, VEC, False)
+            words = blocks.load_block(groups_ptr, again, row.groups, valid, BLOCK_G, False, "evict_first")
+            blocks.store_gradient(out_groups_ptr, words, again, row, slopes, scores, BLOCK_G, VEC, False)
         for block in tl.static_range(HELD):
-            words = as_loaded(held[block])
-            store_gradient(out_groups_ptr, words, block, row, slopes, scores, BLOCK_G, VEC, False)
-        finish_gradient(out_row, u_edges, edge, there, u_target, column, V, slopes, scores)
+            words = blocks.as_loaded(held[block])
+            blocks.store_gradient(out_groups_ptr, words, block, row, slopes, scores, BLOCK_G, VEC, False)
+        blocks.finish_gradient(out_row, u_edges, edge, there, u_target, column, V, slopes, scores)
 
 
 class Tile(NamedTuple):
@@ -340,7 +312,7 @@ def launch_rows(
     logits, target, weight = call.operands
     tokens, num_classes = logits.shape
     tile = tile_for(logits, objective is not None, call.logits.softcap is not None)
-    matrices = matrix_of(logits), None if grad_logits is None else matrix_of(grad_logits)
+    matrices = blocks.matrix_of(logits), None if grad_logits is None else blocks.matrix_of(grad_logits)
     numbers, d_sum = (None, None) if objective is None else (RowNumbers(*objective), objective.d_sum)
     rows_kernel[(tokens,)](
         *(*matrices, target, known or KnownRows(), reduction, valid_tokens, results, weight),
@@ -363,4 +335,4 @@ def lie_alike(logits: Tensor, grad_logits: Tensor) -> bool:
     """Whether each row begins at the same distance from a multiple of 16 bytes in both matrices."""
     vec = 16 // logits.element_size()
     strides = logits.shape[0] < 2 or (logits.stride(0) - grad_logits.stride(0)) % vec == 0
-    return strides and matrix_of(logits).shift == matrix_of(grad_logits).shift
+    return strides and blocks.matrix_of(logits).shift == blocks.matrix_of(grad_logits).shift

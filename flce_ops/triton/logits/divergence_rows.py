@@ -252,10 +252,7 @@ class Rows:
 
     def launch(self, gradient: Tensor | None, of_entry: Any = None) -> None:
         launch_stored_tiles(
-            self.student.stored,
-            self.student.pair,
-            self.entries,
-            self.valid_tokens,
+            *(self.student.stored, self.student.pair, self.entries, self.valid_tokens),
             function=divergence_of_tile,
             out=gradient,
             softcap=self.student.softcap,

@@ -277,14 +277,9 @@ class KlDivStep:
         else:
             for softmax, pair in zip(softmaxes, (known.lse_pair, known.teacher_lse_pair)):
                 softmax.pair = pair
-        entries = Entries(
-            None if teacher is None else teacher.stored,
-            None if teacher is None else teacher.pair,
-            matrix_of(operands.teacher_probs),
-            options.beta,
-            row_number=None if known is None else known.student_kl,
-            offset=None if known is None else known.divergence,
-            row_scale=self.row_scale,
-            logit_scale=options.logit_scale,
-        )
+        of_teacher = (None, None) if teacher is None else (teacher.stored, teacher.pair)
+        entries = Entries(*of_teacher, matrix_of(operands.teacher_probs), options.beta)
+        entries = entries._replace(row_scale=self.row_scale, logit_scale=options.logit_scale)
+        if known is not None:
+            entries = entries._replace(row_number=known.student_kl, offset=known.divergence)
         return Rows(student, entries, self.kind, valid_tokens, known is not None and options.of_student), sums

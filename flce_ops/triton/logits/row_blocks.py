@@ -181,12 +181,17 @@ def class_weights(scores, col, mask):
 
 
 @triton.jit
+def nothing_added(BLOCK_G: tl.constexpr):
+    """Five numbers of each group, (BLOCK_G,): the maximum m; the sum of e^(z - m); with LOGIT_SUM those of w (z - m)
+    and of w; with ARGMAX the column of the maximum.
+    """
+    zeros = tl.zeros((BLOCK_G,), tl.float32)
+    return tl.full((BLOCK_G,), LOWEST, tl.float32), zeros, zeros, zeros, tl.zeros((BLOCK_G,), tl.int32)
+
+
+@triton.jit
 def add_block(
-    m,  # (BLOCK_G,), as the next four: the groups' maxima
-    s,  # their sums of e^(z - m)
-    logit_sum,  # their sums of w (z - m), with LOGIT_SUM, as is the next
-    weight_sum,  # their sums of w
-    column,  # with ARGMAX, the columns of the maxima
+    sums,  # of nothing_added
     u,  # (BLOCK_G, VEC)
     block,
     row,  # Row
@@ -197,6 +202,7 @@ def add_block(
     VEC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    m, s, logit_sum, weight_sum, column = sums
     group, number = numbers_of(block, BLOCK_G, VEC)
     inside = group < row.groups
     z, _ = logits_of(u, scores)
@@ -230,11 +236,7 @@ def moved_sum(weight_sum, distance):
 
 @triton.jit
 def whole_row(
-    m,
-    s,
-    logit_sum,
-    weight_sum,
-    column,
+    sums,  # of all blocks
     u,  # (2 VEC,), logits of the edges
     col,
     there,
@@ -246,6 +248,7 @@ def whole_row(
     """Returns the row's m, s, log2 s, sum_j w_j (z_j - lse), and argmax. The argmax is the first of equal maxima, and
     some class if a logit is nan.
     """
+    m, s, logit_sum, weight_sum, column = sums
     z, _ = logits_of(u, scores)
     z = tl.where(there, z, float("-inf"))
     row_max = tl.maximum(tl.max(m, 0), tl.max(z, 0))

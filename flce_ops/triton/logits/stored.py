@@ -112,6 +112,9 @@ def log_probabilities(stored, softcap, pair, rows, cols, row_mask, tile, V):
     return tl.where(row_mask[:, None] & (cols < V)[None, :], log2_q, float("-inf")), dz_du
 
 
+CLEARED = tl.constexpr(1024)  # columns that a program clears at a time
+
+
 @Kernel
 def clear_unused_kernel(
     saved_ptr,  # (R, columns) int16
@@ -121,12 +124,11 @@ def clear_unused_kernel(
     first_maximum,  # first column of the maxima
     behind_maxima,  # the column after the maxima
     columns,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     whole = row >= valid_rows(valid_tokens, rows)
-    for start in range(tl.where(whole, 0, V), columns, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    for start in range(tl.where(whole, 0, V), columns, CLEARED):
+        cols = start + tl.arange(0, CLEARED)
         unused = (cols < tl.where(whole, columns, first_maximum)) | (cols >= behind_maxima)
         tl.store(saved_ptr + row.to(tl.int64) * columns + cols, 0, mask=unused & (cols < columns))
 
@@ -140,6 +142,5 @@ def clear_unused(retained: Tensor, num_classes: int, tile: int, valid_tokens: Va
     first_maximum = 8 * cdiv(num_classes, 8)
     behind_maxima = first_maximum + 2 * cdiv(num_classes, tile)
     rows, columns = retained.shape
-    clear_unused_kernel[(rows,)](
-        retained, valid_tokens, rows, num_classes, first_maximum, behind_maxima, columns, BLOCK=1024, num_warps=4
-    )
+    of_rows = retained, valid_tokens, rows, num_classes, first_maximum, behind_maxima, columns
+    clear_unused_kernel[(rows,)](*of_rows, num_warps=4)

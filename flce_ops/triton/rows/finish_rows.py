@@ -94,18 +94,7 @@ def with_shares(row_sum, shares, SOFT: tl.constexpr):
 
 
 @triton.jit
-def row_sums(
-    tokens,
-    sums,
-    i,
-    reference,
-    count,
-    n,
-    T,
-    TOPK: tl.constexpr,
-    SOFT: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-):
+def row_sums(tokens, sums, i, reference, count, n, T, TOPK: tl.constexpr, SOFT: tl.constexpr, BLOCK_TOPK: tl.constexpr):
     """Z of the rows i; 1 for rows from `count` on."""
     mask = i < count
     if sums.tiles is None:
@@ -326,12 +315,11 @@ def launch_finish_rows(
     hidden, tiles = 0 if scaled is None else scaled.shape[1], 0 if sums.tiles is None else sums.tiles.shape[0]
     numbers = RowNumbers(*objective)  # Triton does not see the fields of a derived class
     of_rows = tokens, sums, whole, finished, *map(matrix_of, (exponentials, scaled, rest))
+    of_objective = {"OF_TARGET": objective.of_target.jit, "OF_ROW": objective.of_row.jit}
+    of_objective |= {"BOUNDED": objective.bounded, "BY_ROW": objective.by_row}
     finish_rows_kernel[(n if soft else cdiv(n, ROWS.value),)](
         *(*of_rows, n, hidden, tiles, numbers, logit_options),
-        OF_TARGET=objective.of_target.jit,
-        OF_ROW=objective.of_row.jit,
-        BOUNDED=objective.bounded,
-        BY_ROW=objective.by_row,
+        **of_objective,
         SCALED=tokens.reduction is not None,
         TOPK=topk,
         SOFT=soft,

@@ -10,7 +10,7 @@ exponentials.
             input              rows              linear_weight
 
 With a softcap it also computes dz/du at that logit, since the target's entry of the gradient is made outside of the
-GEMM's epilogue. On request it computes the logit sum, which takes one more dot product of the row (smoothing.py).
+GEMM's epilogue. On request it computes the logit sum, which takes one more dot product of the row (column_sums.py).
 
 A soft target names K classes. A second kernel computes their logits from the gathered rows. The largest logit is the
 reference:
@@ -36,8 +36,8 @@ from ...support.integers import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
+from .column_sums import ClassSum
 from .logit_numbers import base2_logits, loaded
-from .smoothing import ClassSum
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, D hidden, V vocabulary

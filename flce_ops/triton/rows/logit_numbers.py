@@ -42,9 +42,9 @@ def base2_logits(acc, bias, logit_options, numbers, UNIT: tl.constexpr = LOG2E):
 
 
 @triton.jit
-def loaded(logit_options, otherwise: tl.constexpr = 1.0):
-    """LogitOptions with numbers in place of pointers, `otherwise` in place of None."""
-    return LogitOptions(number(logit_options.softcap, otherwise), number(logit_options.logit_scale, otherwise))
+def loaded(logit_options):
+    """LogitOptions with numbers in place of pointers, 1 in place of None."""
+    return LogitOptions(number(logit_options.softcap), number(logit_options.logit_scale))
 
 
 @triton.jit

@@ -157,7 +157,7 @@ def launch_row_statistics(
         launch_row_numbers(sums, None, outputs, valid_tokens, num_classes)
 
 
-BLOCK = 1024  # numbers that a program moves
+BLOCK = tl.constexpr(1024)  # numbers that a program moves
 
 
 @Kernel
@@ -201,7 +201,6 @@ def in_order_kernel(
     valid_tokens,  # ValidTokens
     N,
     C,
-    BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, inside = place // C, place < N.to(tl.int64) * C
@@ -216,9 +215,8 @@ def launch_in_order(values: Tensor, valid_tokens: ValidTokens) -> Tensor:  # (N,
     out = values.new_empty(values.shape)
     if values.numel():
         columns = values.numel() // values.shape[0]
-        in_order_kernel[(cdiv(values.numel(), BLOCK),)](
-            values, out, valid_tokens, values.shape[0], columns, BLOCK=BLOCK, num_warps=4
-        )
+        of_values = values, out, valid_tokens, values.shape[0], columns
+        in_order_kernel[(cdiv(values.numel(), BLOCK.value),)](*of_values, num_warps=4)
     return out
 
 

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv, next_power_of_2
-from ..gemm.class_blocks import LIVE
+from ..gemm.tiles import LIVE
 from ..kernel import Kernel, everywhere
 
 # L lists, D hidden, T rows of the table, P splits at most
@@ -41,6 +41,7 @@ TOKEN_COLUMNS, CLASS_COLUMNS = 512, 1024  # columns of one program, for lists of
 # 3.7 with 128 (8192x4096x128256). A step in which 3 tokens in 100 keep 2,000 to 3,000 entries at a threshold of 2^-12
 # takes 3.7 ms; 4.1 with 512, 4.7 with 1024, 5.2 if no list is cut (8192x1024x50304).
 SPLIT = 256
+LENGTHS = tl.constexpr(8192)  # lists that a program reads the length of at a time
 ENTRIES_OF_WALKER = 1024
 
 
@@ -95,19 +96,18 @@ def split_lists_kernel(
     L,
     P,
     shortest,
-    BLOCK: tl.constexpr,
 ):
     """One program. The sum of ceil(length / split) over lengths > split is at most 2 / split of all entries."""
-    entries = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, L, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    entries = tl.zeros((LENGTHS,), tl.int32)
+    for start in range(0, L, LENGTHS):
+        i = start + tl.arange(0, LENGTHS)
         entries += tl.load(lists.lengths + i, mask=i < L, other=0)
     split = tl.maximum(tl.cdiv(2 * tl.sum(entries.to(tl.int64), 0), P), shortest).to(tl.int32)
     tl.store(lists.split, split)
     behind = tl.zeros((), tl.int32)
     splits = tl.zeros((), tl.int32)
-    for start in range(0, L, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    for start in range(0, L, LENGTHS):
+        i = start + tl.arange(0, LENGTHS)
         length = tl.load(lists.lengths + i, mask=i < L, other=0)
         cut = tl.where(length > split, tl.cdiv(length, split), 0)
         tl.store(lists.splits + i, splits + tl.cumsum(cut, 0), mask=i < L)
@@ -121,7 +121,7 @@ def cut_lists(lists: Lists, splits: int) -> Lists:
     """The lists, cut into at most `splits` splits. Their `behind` is written if it is given."""
     lengths = lists.lengths
     lists = lists._replace(split=lengths.new_empty(()), splits=lengths.new_empty(lengths.shape))
-    split_lists_kernel[(1,)](lists, lengths.shape[0], splits, SPLIT, BLOCK=8192, num_warps=16)
+    split_lists_kernel[(1,)](lists, lengths.shape[0], splits, SPLIT, num_warps=16)
     return lists
 
 
@@ -210,15 +210,13 @@ def launch_gather_lists(
     splits: int = 0,  # P, if lists are cut
     is_dense: Tensor | None = None,  # (ceil(L / LIVE),) int32, lists whose results are left unchanged
 ) -> None:
-    count, hidden = out.shape
+    (count, hidden), stride = out.shape, table.stride()
     block = min(columns, max(COLUMNS_OF_WARP, next_power_of_2(hidden)))
     options = {"BLOCK_D": block, "num_warps": block // COLUMNS_OF_WARP}
     across, sums = cdiv(hidden, block), None
     if splits:
         sums = out.new_empty(splits, hidden, dtype=torch.float32)
-        sum_splits_kernel[(splits * across,)](
-            lists, table, sums, splits, count, hidden, table.stride(), count.bit_length(), **options
-        )
-    sum_lists_kernel[(count * across,)](
-        lists, sums, is_dense, table, out, count, hidden, table.stride(), out.stride(0), ADD=add, **options
-    )
+        of_splits = lists, table, sums, splits, count, hidden, stride, count.bit_length()
+        sum_splits_kernel[(splits * across,)](*of_splits, **options)
+    of_lists = lists, sums, is_dense, table, out, count, hidden, stride, out.stride(0)
+    sum_lists_kernel[(count * across,)](*of_lists, ADD=add, **options)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math import sparse_gradient
-from ..gemm.class_blocks import LIVE
+from ..gemm.tiles import LIVE
 from ..kernel import Kernel
 from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ...meta.arguments import Backward, WithGrad
 from ...support.integers import cdiv
-from ..gemm.class_blocks import LIVE, ClassBlocks
+from ..gemm.tiles import LIVE, ClassBlocks
 from ..gemm.tma import Matrix, load_tile
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows

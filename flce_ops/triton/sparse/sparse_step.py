@@ -4,7 +4,7 @@
     in the first chunk: which blocks of classes have a dense gradient                              sparse_or_dense.py
     lists[rows]         = the kept entries of G = c E, in the other blocks                          sparse_lists.py
     grad_linear_weight += E.T @ (c rows), grad_input[rows] = c (E @ linear_weight): the GEMMs of an exact step, over
-                          the dense blocks only                                                    class_blocks.py
+                          the dense blocks only                                                    gemm/tiles.py
     after the last chunk of a span
         grad_input (+)= sum of value linear_weight[class] over a token's list                       gather_sums.py
         the lists are sorted by class                                                            sparse_or_dense.py

@@ -1,5 +1,7 @@
 """The CUDA kernel of linear_cross_entropy_forward: one GEMM pass whose logits never leave the multiprocessors."""
 
+from typing import Any
+
 import torch
 
 from ... import meta
@@ -60,16 +62,10 @@ def run_forward(call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs)
         n, here = chunk.stop - chunk.start, valid_tokens.of(chunk)
         rows = memory[:n]
         at_target = launch_gather_targets(call, here, rows)
-        sums = launch_exponentials(
-            call,
-            here,
-            rows,
-            at_target,
-            stored=saved.of(chunk) if chunk.start < retained.shape[0] else None,
-            asked=asked,
-            reference_class=at_target.reference_class if call.expected_log_prob else None,
-            class_weight=class_weight,
-        )
+        stored = saved.of(chunk) if chunk.start < retained.shape[0] else None
+        own = at_target.reference_class if call.expected_log_prob else None
+        options: dict[str, Any] = {"stored": stored, "reference_class": own, "class_weight": class_weight}
+        sums = launch_exponentials(call, here, rows, at_target, asked=asked, **options)
         launch_row_numbers(sums, at_target, wanted, here, call.num_classes, linear_weight.shape[0], class_weight_sum)
     clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
     return chunks

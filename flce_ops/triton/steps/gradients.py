@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
-from ..gemm.class_blocks import EVERY_BLOCK, ClassBlocks
 from ..gemm.input_gradient import SUMMED, Finish
 from ..gemm.split_k import products_of_ranges
+from ..gemm.tiles import EVERY_BLOCK, ClassBlocks
 from ..gemm.tma import matrix_of
 from ..rows.after_chunks import LossSum, launch_after_chunks
 from ..rows.column_sums import weighted_column_sum

@@ -23,15 +23,14 @@ from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
 from ...objectives.token_function import FunctionObjective
 from ..gemm.backends import backend_for
-from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import Finish
 from ..gemm.tile_sums import launch_sum_tiles
+from ..gemm.tiles import EVERY_BLOCK
 from ..gemm.tma import NO_OUTER
-from ..rows.column_sums import weighted_column_sum
+from ..rows.column_sums import SmoothingTerms, weighted_column_sum
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.row_numbers import launch_row_statistics, launch_token_function, sums_for
-from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
 from ..rows.valid_tokens import ValidTokens
 from .chunks import Chunking, padded

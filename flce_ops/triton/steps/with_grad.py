@@ -24,8 +24,8 @@ from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
 from ..rows.after_chunks import LossSum
+from ..rows.column_sums import SmoothingTerms
 from ..rows.row_numbers import launch_in_order, sum_pairs
-from ..rows.smoothing import SmoothingTerms
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
