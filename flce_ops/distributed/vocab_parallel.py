@@ -45,7 +45,7 @@ from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
 from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
 from ..ops.function import OPERANDS
-from ..ops.made_in_forward import MadeInForward, gradients_of_loss
+from ..ops.made_in_forward import MadeInForward
 from ..ops.paths import gradients_in_the_same_pass
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -122,7 +122,8 @@ def rows_of_shard(
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     first = num_classes if empty else classes.start
     own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
-    found = {made.name: numbers for made, numbers in zip(Forward.results, Forward.like(problem, **own).dispatched())}
+    results = Forward.applied(Forward.like(problem, **own))
+    found = {made.name: numbers for made, numbers in zip(Forward.results, results)}
     lse, lse_rest = found["lse"], found["lse_rest"]
     others = {name: found[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
     for name in ("expected_log_prob", "log_sum_sq_probs"):
@@ -157,7 +158,9 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
         weight[classes] if size and weight is not None else None,
     )
     own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
-    target_logit, lse, logit_sum, argmax, lse_rest = LogitsForward.like(problem, **own).dispatched()
+    target_logit, lse, logit_sum, argmax, lse_rest = LogitsForward.applied(
+        LogitsForward.like(problem, **own)
+    )
     if not size:  # this rank has no class
         nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         target_logit, lse, logit_sum, lse_rest = nothing, nothing - torch.inf, nothing, torch.zeros_like(nothing)
@@ -185,14 +188,14 @@ def losses_with_grad(
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with a gradient, and the tokens' losses and statistics, which are constants."""
     start, _ = layout.vocabulary_range(layout.num_classes)
-    call = VocabParallelWithGrad.like(
+    values = VocabParallelWithGrad.like(
         problem,
         row_scale=reduction.row_scale,
         **layout.sharing(),
         vocab_start=start,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, _, _, _, *found = VocabParallelFunction.apply(*call.values(), layout)
+    loss, losses, _, _, _, *found = VocabParallelFunction.apply(*values, layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
@@ -218,16 +221,11 @@ class VocabParallelFunction(MadeInForward):
         return (None,)  # the layout
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_loss, *_):
-        call.layout = ctx.layout
-        return gradients_of_loss(cls, ctx, call, saved, grad_loss)
-
-    @classmethod
-    def made_again(cls, call, grad_loss):
+    def made_again(cls, ctx, call, grad_loss):
         # torch.autograd.grad by the operands is correct for local tensors: each is a result of ToLocal and nothing else
         # is made from it, so no path leads from one operand to another.
         problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
-        losses = losses_of_rows(problem, call.layout.num_classes, vocab_parallel_rows(call.layout, problem))
+        losses = losses_of_rows(problem, ctx.layout.num_classes, vocab_parallel_rows(ctx.layout, problem))
         leaves = [getattr(call.operands, name) for name in OPERANDS]
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         found = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)

@@ -83,6 +83,6 @@ def one_pass_applies(problem: TokenLosses) -> bool:
 
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
-    call = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
-    loss, losses, _, _, _, *found, _ = call.dispatched()
+    values = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
+    loss, losses, _, _, _, *found, _ = Operator.applied(values)
     return loss, losses, TokenStatistics.found(problem.statistics, found)

@@ -124,10 +124,9 @@ def reduced(
     factor = row_factor(operands.valid, token_weight, denominator)
     if reduction != "none" and gradients_in_the_same_pass(operands):
         asked = gradients_wanted(operands), needs_gradient(options.logit_scale)
-        call = KlDivWithGrad.of([*operands, factor, *options, *asked])
-        loss, divergence, *_ = call.dispatched()
+        loss, divergence, *_ = KlDivWithGrad.applied([*operands, factor, *options, *asked])
     else:
-        divergence = KlDivForward.of([*operands, *options]).dispatched()[0]
+        divergence = KlDivForward.applied([*operands, *options])[0]
         if reduction == "none":
             return layout.result(factor * divergence)
         loss = (factor * divergence).sum()

@@ -108,9 +108,9 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         return vocab_parallel_rows(layout, problem)
     asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
-        target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.like(problem, **asked).dispatched()
+        target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.applied(LogitsForward.like(problem, **asked))
         return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
-    return Rows.of_forward(Forward.like(problem, **asked).dispatched())
+    return Rows.of_forward(Forward.applied(Forward.like(problem, **asked)))
 
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:

@@ -70,7 +70,7 @@ def losses_with_grad(
     function: TokenLoss, tensors: list[Tensor], problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, tuple[Tensor]]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and their log-probabilities."""
-    call = TokenLossWithGrad.like(
+    values = TokenLossWithGrad.like(
         problem,
         operands=TokenOperands(*problem.operands[:4]),
         function=function.name,
@@ -78,7 +78,7 @@ def losses_with_grad(
         reduction=reduction,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, *_, log_probs, _ = call.dispatched()
+    loss, losses, *_, log_probs, _ = TokenLossWithGrad.applied(values)
     return loss, losses, (log_probs,)
 
 

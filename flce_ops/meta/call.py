@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..support.path import Choice
 
 SCHEMA_TYPES: dict[Any, str] = {
@@ -114,22 +113,26 @@ class Arguments:
     all_count = False  # whether all tokens are known to be valid
 
     op: ClassVar[str] = ""
+    operator: ClassVar[Callable]  # the dispatcher's
+    # What the operator's autograd keys run, given its values. The bodies of entry operators call it without the
+    # dispatcher, which takes 5 us.
+    applied: ClassVar[Callable[[list[Any]], Any]]
     results: ClassVar[tuple[Result, ...]] = ()
     written: ClassVar[str] = ""  # the argument that the operator writes to
 
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # the number of positional arguments
     index: ClassVar[dict[str, int]]
-    keywords: ClassVar[tuple[str, ...]]
+    keywords: ClassVar[tuple[tuple[str, Any], ...]]  # names and defaults
     defaults: ClassVar[list[Any]]
     fields: ClassVar[list[tuple[str, Any, Any]]]  # name, group or None, index or slice
-    names: ClassVar[frozenset[str]]  # of all fields
-    usual: ClassVar[dict[str, Any]]  # fields that have defaults
+    usual: ClassVar[list[tuple[str, bool, Any]]]  # each field's name, whether it is a group, and its default
     tensor_places: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     lists: ClassVar[list[int]]  # indices of arguments that are lists
     tensor_lists: ClassVar[list[int]]  # of tensors
     fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
+    made_at: ClassVar[list[int]]  # the places of these results
 
     def __init_subclass__(cls, keyword_from: str = "") -> None:
         arguments: list[Argument] = []
@@ -152,20 +155,15 @@ class Arguments:
         cls.arguments = tuple(arguments)
         cls.positional = len(arguments) if cls.positional < 0 else cls.positional
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
-        cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
-        cls.names = frozenset(name for name, *_ in cls.fields)
-        cls.usual = {}
-        for name, group, place in cls.fields:
-            if group is None and cls.defaults[place] is not REQUIRED:
-                cls.usual[name] = cls.defaults[place]
-            elif group is not None and len(group._field_defaults) == len(group._fields):
-                cls.usual[name] = group()
+        cls.keywords = tuple(zip(tuple(cls.index)[cls.positional :], cls.defaults[cls.positional :]))
+        cls.usual = [(name, group is not None, cls.defaults[place]) for name, group, place in cls.fields]
         types = [argument.type for argument in arguments]
         cls.tensor_places = [index for index, kind in enumerate(types) if kind in ("Tensor", "Tensor?")]
         cls.lists = [index for index, kind in enumerate(types) if kind.endswith("]")]
         cls.tensor_lists = [index for index in cls.lists if types[index] == "Tensor[]"]
         cls.fills = tuple(result.at_ignored for result in cls.results)
+        cls.made_at = [place for place, result in enumerate(cls.results) if result.operand]
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 
     @classmethod
@@ -205,24 +203,24 @@ class Arguments:
         return cls.of(cls.values_of(args, kwargs))
 
     @classmethod
-    def like(cls: type[Self], call: Any, **own: Any) -> Self:
-        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be a call of
-        another operator, or a TokenLosses.
+    def like(cls, call: Any, **own: Any) -> list[Any]:
+        """The values of a call of this operator with the fields `own`. Other fields are copied from `call`, which may
+        be a call of another operator, or a TokenLosses.
         """
-        made, known = cls.__new__(cls), vars(call) | own
-        made.__dict__.update(cls.usual)
-        made.__dict__.update({name: known[name] for name in cls.names & known.keys()})
-        return made
+        values: list[Any] = []
+        known = vars(call) | own
+        for name, is_group, default in cls.usual:
+            if is_group:
+                values += known[name] if name in known else default
+            else:
+                values.append(known.get(name, default))
+        return values
 
     @property
     def num_classes(self) -> int:
         """V, of all ranks."""
         operands, whole = vars(self)["operands"], vars(self).get("vocab_size")
         return operands.num_classes if whole is None else whole
-
-    def dispatched(self) -> Any:
-        """What its operator returns."""
-        return self.run(getattr(ops, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call in which change(name, value) replaces each value."""
@@ -240,16 +238,20 @@ class Arguments:
         return values
 
     @classmethod
-    def named_of(cls, values: Sequence[Any]) -> dict[str, Any]:
-        """The keyword arguments without defaults, which the dispatcher fills in faster than it takes them."""
-        count = cls.positional
-        named = zip(cls.keywords, values[count:], cls.defaults[count:])
-        return {name: value for name, value, default in named if value is not default}
+    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
+        """Calls `op` with these values, without keywords at their defaults: the dispatcher fills those in faster than
+        it takes them.
+        """
+        named = {}
+        for (name, default), value in zip(cls.keywords, values[cls.positional :]):
+            if value is not default:
+                named[name] = value
+        return op(*values[: cls.positional], **named)
 
     @classmethod
-    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
-        """Calls `op` with these values."""
-        return op(*values[: cls.positional], **cls.named_of(values))
+    def dispatched(cls, values: Sequence[Any]) -> Any:
+        """What its operator returns. Called in backward, which Dynamo may trace."""
+        return cls.run(cls.operator, values)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -33,14 +33,16 @@ class ForwardFunction(OperatorFunction):
             values[retain] = saved_rows(Forward.of(values))
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
+    def for_backward(cls, ctx, values, results):
         _, lse, _, expected_log_prob, *_, lse_rest, retained = results
+        buffer = Forward.index["main_grad"]
         # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
-        ctx.main_grad, call.main_grad = call.main_grad, None
-        return lse, expected_log_prob, lse_rest, *([retained] if saves_logits(call.retain) else [])
+        ctx.main_grad, values[buffer] = values[buffer], None
+        return lse, expected_log_prob, lse_rest, *([retained] if saves_logits(values[Forward.index["retain"]]) else [])
 
     @classmethod
-    def gradients(cls, ctx, call, saved, *cotangents):
+    def gradients(cls, ctx, values, saved, *cotangents):
+        call = Forward.of(values)
         lse, expected_log_prob, lse_rest, *retained = saved
         *of_loss, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
@@ -58,7 +60,7 @@ class ForwardFunction(OperatorFunction):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        gradients = backward.like(
+        values = backward.like(
             call,
             cotangents=Cotangents(*of_loss),
             lse=lse,
@@ -69,7 +71,8 @@ class ForwardFunction(OperatorFunction):
             lse_rest=lse_rest,
             retained=retained[0] if retained else None,
             **into,
-        ).dispatched()
+        )
+        gradients = backward.dispatched(values)
         if into:
             mask[1] = False
         return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
@@ -95,12 +98,13 @@ class BackwardFunction(OperatorFunction):
     with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias", "grad_logit_scale")
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
-        call.retained = None
+    def for_backward(cls, ctx, values, results):
+        values[Backward.index["retained"]] = None
         return ()
 
     @classmethod
-    def gradients(cls, ctx, call, saved, *grad_grads):
+    def gradients(cls, ctx, values, saved, *grad_grads):
+        call = Backward.of(values)
         if call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
         return second_derivatives(call, grad_grads)
@@ -112,7 +116,7 @@ class BackwardInPlaceFunction(OperatorFunction):
     arguments = BackwardInPlace
 
     @classmethod
-    def check(cls, op, values):
+    def check(cls, values):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
             refuse_hole(cls.called(), "second of main_grad")

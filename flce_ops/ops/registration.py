@@ -96,15 +96,20 @@ def fake_kernel(name: str) -> Callable:
     return run
 
 
+def autograd_kernel(function: type[OperatorFunction]) -> Callable:
+    return lambda *args, **kwargs: function.run(function.arguments.values_of(args, kwargs))
+
+
 for _name, (_arguments, _function) in OPERATORS.items():
-    _op = getattr(ops, _name).default
+    _arguments.operator = getattr(ops, _name).default
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), fake_kernel(_name), lib=library)
     if _function is not None:
+        _arguments.applied = _function.run
         for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
-            library.impl(_name, _function.kernel(_op), _key)
+            library.impl(_name, autograd_kernel(_function), _key)
     for _device_type in ("cpu", "cuda"):
-        library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")
+        library.impl(_name, autocast_kernel(_arguments.operator, _arguments, _device_type), f"Autocast{_device_type.upper()}")
 
 library.impl(MULTIPLY, multiply, "CompositeExplicitAutograd")
 library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")

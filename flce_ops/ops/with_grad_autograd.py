@@ -23,7 +23,7 @@ class LossOfHead(MadeInForward):
     learns = ("logit_scale",)
 
     @classmethod
-    def made_again(cls, call, grad_loss):
+    def made_again(cls, ctx, call, grad_loss):
         """Computed by the operators that have derivatives, not by torch.autograd.grad on the operands: the operands
         carry the graph that made them, and a path from one operand to another would be counted here and again by the
         caller.
@@ -33,7 +33,7 @@ class LossOfHead(MadeInForward):
             refuse_hole(cls.called(), "second of a sparse gradient")
         operands = Operands(*call.operands)
         smoothed = of_cross_entropy and call.loss.label_smoothing != 0.0
-        found = Forward.like(call, operands=operands, logit_sum=smoothed).dispatched()
+        found = Forward.dispatched(Forward.like(call, operands=operands, logit_sum=smoothed))
         rows, retained = Rows.of_forward(found), found[-1]
         valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse.dtype
         if of_cross_entropy:
@@ -48,7 +48,7 @@ class LossOfHead(MadeInForward):
         scale = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)
         known = {"lse": rows.lse, "lse_rest": rows.lse_rest, "retained": retained if retained.shape[0] else None}
-        gradients = Backward.like(call, cotangents=cotangents, operands=operands, **known).dispatched()
+        gradients = Backward.dispatched(Backward.like(call, cotangents=cotangents, operands=operands, **known))
         return gradients, torch.where(valid, losses, 0.0)
 
 
@@ -62,12 +62,13 @@ class TokenLossFunction(LossOfHead):
     reverse_modes = "grad, jacrev"
 
     @classmethod
-    def check(cls, op, values):
+    def check(cls, values):
         function = token_loss_named(values[cls.arguments.index["function"]])
         for place, tensor in enumerate(values[cls.arguments.index["tensors"]]):
             check_constants(cls.arguments.op, **{function.name_of_tensor(place): tensor})
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
-        ctx.token_loss = token_loss_named(call.function)  # a function without a registered name lives as long as this
-        return super().for_backward(ctx, call, results)
+    def for_backward(cls, ctx, values, results):
+        # a function without a registered name lives as long as this
+        ctx.token_loss = token_loss_named(values[TokenLossWithGrad.index["function"]])
+        return super().for_backward(ctx, values, results)

@@ -78,13 +78,13 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
-def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
-    """`function.apply(*values)` outside of torch.func, for values that are all parameters of `forward`.
+def plain_apply(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` outside of torch.func, for values that are all parameters of `forward`.
 
     Function.apply binds the values to forward's signature with `inspect`, which makes 80 Python calls for 14
     values.
     """
-    return super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def saved_tensor_hooks_are_active() -> bool:
