@@ -43,7 +43,7 @@ from ..math.topk import in_columns
 from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
-from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
+from ..ops.call_facts import gradients_wanted, sharding_of
 from ..ops.function import OPERANDS
 from ..ops.made_in_forward import MadeInForward
 from ..ops.paths import gradients_in_the_same_pass
@@ -158,9 +158,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
         weight[classes] if size and weight is not None else None,
     )
     own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
-    target_logit, lse, logit_sum, argmax, lse_rest = LogitsForward.applied(
-        LogitsForward.like(problem, **own)
-    )
+    target_logit, lse, logit_sum, argmax, lse_rest = LogitsForward.applied(LogitsForward.like(problem, **own))
     if not size:  # this rank has no class
         nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         target_logit, lse, logit_sum, lse_rest = nothing, nothing - torch.inf, nothing, torch.zeros_like(nothing)
@@ -177,10 +175,9 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
 def one_pass_applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path. The answer must not depend on the rank."""
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
-    known |= options_in_facts(problem.loss, problem.logits)
     known |= {"topk": problem.operands.target.dim() == 2}
     title = "a scalar loss over a sharded vocabulary"
-    return gradients_in_the_same_pass(problem.operands, title=title, **known)
+    return gradients_in_the_same_pass(problem, title, **known)
 
 
 def losses_with_grad(

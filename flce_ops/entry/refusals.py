@@ -32,8 +32,10 @@ def features_of(call: Any) -> set[str]:
     """The features that follow from the arguments alone. "sharded vocabulary" depends on the layout: the caller adds
     it.
     """
-    values = vars(call)
-    found = {name for name in GIVEN if values.get(name) is not None}
+    values, found = vars(call), set()
+    for name in GIVEN:
+        if values.get(name) is not None:
+            found.add(name)
     if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
         found.add("DTensors")
     if functorch_is_active():
@@ -46,7 +48,7 @@ def features_of(call: Any) -> set[str]:
         found |= {"metrics", "argmax"} if call.statistics.argmax else {"metrics"}
     if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
         found.add("sparse gradient")
-    if needs_gradient(values.get("learnt_scale")):
+    if values.get("learnt_scale") is not None and needs_gradient(values["learnt_scale"]):
         found.add("learnt scale")
     if values.get("batch_invariant"):
         found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}

@@ -59,7 +59,7 @@ def loss_of_function(
     with_grad = None
     if call.reduction != "none" and not layout.splits_vocabulary:
         known = {"sparse": call.sparse.gradient_threshold != 0.0, "entropy": "entropy" in function.reads}
-        if gradients_in_the_same_pass(operands, "a scalar loss of token functions", **known):
+        if gradients_in_the_same_pass(problem, "a scalar loss of token functions", **known):
             with_grad = partial(losses_with_grad, function, tensors)
     from_forward = partial(losses_of_rows, function, tensors, layout)
     loss, (log_probs,) = loss_of_tokens(layout, call, problem, from_forward, with_grad)

@@ -18,7 +18,7 @@ OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: inp
 OptionalSymInt = Annotated[int | None, "SymInt?"]
 
 # made if the call's `scale_gradient` is True
-OF_SCALE = Result("grad_logit_scale", lambda call: (), attrgetter("scale_gradient"), None, operand="logit_scale")
+OF_SCALE = Result("grad_logit_scale", (), attrgetter("scale_gradient"), None, operand="logit_scale")
 GRADIENTS = gradients("input", "linear_weight", "linear_bias")
 LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(

@@ -56,16 +56,21 @@ BY_TOKEN = ("input", "logits")  # operands (N, ...) that may have a gradient
 
 class Result(NamedTuple):
     name: str
-    shape: Callable[[Any], Sequence[int]] | None = None  # takes a call; None: (N,), or the operand's shape
-    # whether a call requests it, otherwise it is (0,); None: always requested
-    asked: Callable[[Any], Any] | None = None
+    shape: Callable[[Any], Sequence[int]] | tuple[()] | None = None  # of a call; None: (N,), or the operand's shape
+    # Whether a call requests it, otherwise it is (0,). None: always requested. An integer: a place in output_mask.
+    asked: Callable[[Any], Any] | int | None = None
     at_ignored: AtIgnored | None = ZERO  # None: it has no entry for each token
     dtype: torch.dtype | None = None  # None: the accumulation dtype, or the operand's
     operand: str = ""  # for a gradient: the name of its operand
 
 
+def requested(result: Result, call: Any) -> bool:
+    asked = result.asked
+    return asked is None or bool(call.output_mask[asked] if isinstance(asked, int) else asked(call))
+
+
 def scalar(name: str) -> Result:
-    return Result(name, lambda call: (), at_ignored=None)
+    return Result(name, (), at_ignored=None)
 
 
 def token(name: str, asked_by: str = "") -> Result:
@@ -86,7 +91,7 @@ def gradients(*operands: str) -> tuple[Result, ...]:
 
     def of(operand: str, place: int) -> Result:
         at_ignored = ZERO if operand in BY_TOKEN else None
-        return Result(f"grad_{operand}", None, lambda call: call.output_mask[place], at_ignored, operand=operand)
+        return Result(f"grad_{operand}", None, place, at_ignored, operand=operand)
 
     return tuple(of(operand, place) for place, operand in enumerate(operands))
 
@@ -183,14 +188,6 @@ class Arguments:
         return f"({', '.join(f'Tensor {result.name}' for result in cls.results)})"
 
     @classmethod
-    def values_of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """All values of a call, from arguments that fit the schema."""
-        values = [*args, *cls.defaults[len(args) :]]
-        for name, value in kwargs.items():
-            values[cls.index[name]] = value
-        return values
-
-    @classmethod
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
         fields, make = call.__dict__, tuple.__new__
@@ -200,7 +197,11 @@ class Arguments:
 
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        return cls.of(cls.values_of(args, kwargs))
+        """From arguments that fit the schema."""
+        values = [*args, *cls.defaults[len(args) :]]
+        for name, value in kwargs.items():
+            values[cls.index[name]] = value
+        return cls.of(values)
 
     @classmethod
     def like(cls, call: Any, **own: Any) -> list[Any]:
@@ -238,20 +239,15 @@ class Arguments:
         return values
 
     @classmethod
-    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
-        """Calls `op` with these values, without keywords at their defaults: the dispatcher fills those in faster than
+    def dispatched(cls, values: Sequence[Any]) -> Any:
+        """What its operator returns. Leaves out keywords at their defaults: the dispatcher fills those in faster than
         it takes them.
         """
         named = {}
         for (name, default), value in zip(cls.keywords, values[cls.positional :]):
             if value is not default:
                 named[name] = value
-        return op(*values[: cls.positional], **named)
-
-    @classmethod
-    def dispatched(cls, values: Sequence[Any]) -> Any:
-        """What its operator returns. Called in backward, which Dynamo may trace."""
-        return cls.run(cls.operator, values)
+        return cls.operator(*values[: cls.positional], **named)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -51,10 +51,10 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
             # grad_linear_bias has this shape even without a linear_bias
             like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
             dtype = like.dtype
-        if asked is not None and not asked(call):
+        if asked is not None and not (call.output_mask[asked] if isinstance(asked, int) else asked(call)):
             size = 0
         elif shape is not None:
-            size = shape(call)
+            size = shape(call) if shape else ()
         found.append(like.new_empty(size, dtype=dtype or accumulate))
     return tuple(found)
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitOptions
 from ..math.shards import shard_rows
-from ..meta.arguments import Backward, WithGrad
-from ..objectives.cross_entropy import LossOptions
+from ..meta.arguments import Backward
 from ..support import torch_private
 
 
@@ -52,14 +50,23 @@ def facts_of(call: Any) -> CallFacts:
     operands, groups = call.operands, vars(call)
     if isinstance(operands, KlDivOperands):
         return kl_div_facts(operands, call.options)
-    first = operands[0]
-    options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    options["topk"] = operands.target.dim() == 2
-    if isinstance(call, (WithGrad, Backward)):
-        options["sparse"] = any(call.sparse.products(call.output_mask))
-    if isinstance(call, Backward):
-        options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return CallFacts(first.device.type, first.dtype, first.numel() == 0, operands.num_classes == 1, **options)
+    first, smoothed, sparse = operands[0], False, False
+    if "loss" in groups:
+        smoothed = call.loss.label_smoothing != 0.0
+    elif isinstance(call, Backward):
+        smoothed = call.cotangents.grad_logit_sum is not None
+    if "output_mask" in groups and "sparse" in groups and call.sparse.gradient_threshold:
+        sparse = any(call.sparse.products(call.output_mask))
+    return CallFacts(
+        first.device.type,
+        first.dtype,
+        first.numel() == 0,
+        operands.num_classes == 1,
+        smoothed,
+        call.logits.softcap is not None,
+        topk=operands.target.dim() == 2,
+        sparse=sparse,
+    )
 
 
 def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
@@ -76,8 +83,21 @@ def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
 
 
 def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
-    """The facts of a scalar loss, before its operator is known. `known` holds further facts."""
-    return CallFacts(input.device.type, input.dtype, **around(input, *leaves), **known)
+    """The facts of a scalar loss, before its operator is known: the surroundings, and how gradients of `input` and
+    `leaves`, if wanted, will be requested. `known` holds further facts.
+    """
+    wanted = input.requires_grad
+    for leaf in leaves:
+        wanted |= leaf is not None and leaf.requires_grad
+    return CallFacts(
+        input.device.type,
+        input.dtype,
+        wants_gradient=wanted and torch.is_grad_enabled(),
+        functorch=torch_private.functorch_is_active(),
+        saved_tensor_hooks=torch_private.saved_tensor_hooks_are_active(),
+        checkpoint=torch_private.tracing_a_checkpointed_region(),
+        **known,
+    )
 
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
@@ -87,18 +107,7 @@ def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
     # if the gradient is retained, it would be retained on the tensor that overwrites the logits
     leaf = root.is_leaf or root.retains_grad or torch_private.comes_from_outside_a_traced_graph(root)
-    known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
-    return CallFacts(logits.device.type, logits.dtype, **known)
-
-
-def around(*leaves: Tensor | None) -> dict[str, Any]:
-    """The surroundings of a loss: whether gradients of these tensors are wanted, and how they will be requested."""
-    return {
-        "wants_gradient": any(map(needs_gradient, leaves)),
-        "functorch": torch_private.functorch_is_active(),
-        "saved_tensor_hooks": torch_private.saved_tensor_hooks_are_active(),
-        "checkpoint": torch_private.tracing_a_checkpointed_region(),
-    }
+    return loss_facts(logits, handed_over=handed_over, leaf=leaf, part=not (whole and as_stored))
 
 
 def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
@@ -110,14 +119,15 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def options_in_facts(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
-    return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
-
-
 def gradients_wanted(operands: Any) -> list[bool]:
     """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
-    of = (operands.input, operands.linear_weight, operands.linear_bias)
-    return [tensor is not None and tensor.requires_grad for tensor in of] if torch.is_grad_enabled() else [False] * 3
+    enabled, bias = torch.is_grad_enabled(), operands.linear_bias
+    of_bias = bias is not None and bias.requires_grad
+    return [
+        enabled and operands.input.requires_grad,
+        enabled and operands.linear_weight.requires_grad,
+        enabled and of_bias,
+    ]
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:

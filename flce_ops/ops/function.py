@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._ops import add_op_namespace_prefix
 from ..math.kl_div_arguments import KlDivOptions
 from ..math.options import LogitOptions, numbers_of
-from ..meta.call import Arguments
+from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
 from ..support.holes import refuse_hole
 from ..support.running import running
@@ -56,16 +57,16 @@ class OperatorFunction(Function):
     check: ClassVar[Callable | None] = None  # (values): raises the operator's own errors
     with_gradient: ClassVar[Callable | None] = None  # (values): changes them if a gradient may be requested
 
-    asked: ClassVar[list[Any]]  # for each result, whether it has a derivative, or a function of a call that says so
-    always: ClassVar[bool]  # no function is among these
+    derivatives: ClassVar[list[bool]]  # for each result, whether it is among `with_derivative`
+    always: ClassVar[bool]  # whether every call requests these
     applied: ClassVar[Callable]  # `apply` without torch.func
     constants: ClassVar[list[tuple[int, str]]]  # places and names of numbers whose gradient is refused
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "arguments"):
             arguments, names = cls.arguments, cls.with_derivative
-            cls.asked = [result.name in names and (result.asked or True) for result in arguments.results]
-            cls.always = all(isinstance(asked, bool) for asked in cls.asked)
+            cls.derivatives = [result.name in names for result in arguments.results]
+            cls.always = all(result.asked is None for result in arguments.results if result.name in names)
             cls.backward = staticmethod(cls.backward_function())  # type: ignore[assignment]
             cls.applied = plain_apply(cls)
             refused = {*NUMBERS, *CONSTANTS} - {*cls.learns}
@@ -102,11 +103,17 @@ class OperatorFunction(Function):
     def setup_context(cls, ctx, inputs, output):
         results = (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
-        ctx.function, ctx.differentiable, values = running.function, cls.asked, list(inputs)
+        ctx.function, ctx.differentiable, values = running.function, cls.derivatives, list(inputs)
         if not cls.always:
             call = cls.arguments.of(inputs)
-            ctx.differentiable = [asked if isinstance(asked, bool) else asked(call) for asked in cls.asked]
-        ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
+            ctx.differentiable = [
+                has and requested(result, call) for has, result in zip(cls.derivatives, cls.arguments.results)
+            ]
+        constants = []
+        for result, has in zip(results, ctx.differentiable):
+            if not has:
+                constants.append(result)
+        ctx.mark_non_differentiable(*constants)
         save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, results))
 
     @classmethod
@@ -161,18 +168,21 @@ class OperatorFunction(Function):
     @classmethod
     def run(cls, values: list[Any]) -> Any:
         """What the operator's autograd keys run: this Function if a gradient can flow, otherwise the kernel below."""
-        arguments, grad_enabled, functorch = cls.arguments, torch.is_grad_enabled(), functorch_is_active()
-        if grad_enabled or functorch or forward_mode_is_active():
-            tensors = [values[index] for index in arguments.tensor_places]
+        arguments, forward_mode = cls.arguments, forward_mode_is_active()
+        grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
+        if grad_enabled or functorch or forward_mode:
+            tensors = []
+            for index in arguments.tensor_places:
+                tensors.append(values[index])
             for index in arguments.tensor_lists:
                 tensors += values[index]
-            if has_tangent(*tensors):
+            if forward_mode and has_tangent(*tensors):
                 cls.refuse_forward_mode()
             if cls.check is not None:
                 cls.check(values)
             for index, name in cls.constants:
                 if grad_enabled and values[index] is not None and values[index].requires_grad:
-                    refuse_hole(arguments.operator.name(), "number", name=name)
+                    refuse_hole(add_op_namespace_prefix(arguments.op), "number", name=name)
             if functorch:
                 return cls.apply(*values)
             for tensor in tensors:

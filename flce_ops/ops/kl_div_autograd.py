@@ -42,7 +42,9 @@ class ForwardFunction(KlDivFunction):
         rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
         rows["divergence"] = divergence[0] if divergence else None
         asked = {"output_mask": mask, "scale_gradient": scale_gradient}
-        gradients = KlDivBackward.dispatched(KlDivBackward.like(KlDivForward.of(values), grad=grad_divergence, **rows, **asked))
+        gradients = KlDivBackward.dispatched(
+            KlDivBackward.like(KlDivForward.of(values), grad=grad_divergence, **rows, **asked)
+        )
         return where_wanted(gradients, [*mask, scale_gradient], KlDivBackward.made)
 
 

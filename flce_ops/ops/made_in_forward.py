@@ -79,7 +79,10 @@ class MadeInForward(OperatorFunction):
 
     @classmethod
     def for_backward(cls, ctx, values, results):
-        return [results[1], *(results[place] for place in cls.arguments.made_at)]
+        kept = [results[1]]
+        for place in cls.arguments.made_at:
+            kept.append(results[place])
+        return kept
 
     @classmethod
     def made(cls, ctx, saved: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -13,11 +13,10 @@ Triton divides the tokens is in triton/steps/chunks.py.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from ..math.options import saved_columns
+from ..math.options import TokenLosses, saved_columns
 from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
 from ..support.path import Choice
@@ -198,10 +197,11 @@ def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
-def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **known) -> bool:
+def gradients_in_the_same_pass(problem: TokenLosses, title: str = "a scalar loss", **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias, **known)
-    return path_of_loss(title, facts) != "recompute"
+    input, linear_weight, _, linear_bias, *_ = problem.operands
+    known["label_smoothing"], known["softcap"] = problem.loss.label_smoothing != 0.0, problem.logits.softcap is not None
+    return path_of_loss(title, loss_facts(input, linear_weight, linear_bias, **known)) != "recompute"
 
 
 def saved_rows(call: Forward) -> int:

@@ -29,7 +29,7 @@ import torch
 
 from .. import meta
 from .._ops import add_op_namespace_prefix, ops
-from ..meta.arguments import VocabParallelWithGrad
+from ..meta.arguments import Backward, Forward, VocabParallelWithGrad
 from ..meta.call import Arguments, takes
 from ..support.compile_cache import add_to_key
 from . import autograd, cross_entropy_autograd, kl_div_autograd, paths, with_grad_autograd
@@ -79,7 +79,8 @@ def kernel(name: str) -> Callable:
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
         call.choice = choice = paths.choice_of(name, facts_of(call))
-        call.notes += saved_notes(choice, call)
+        if isinstance(call, Forward | Backward):
+            call.notes = saved_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run
@@ -97,7 +98,7 @@ def fake_kernel(name: str) -> Callable:
 
 
 def autograd_kernel(function: type[OperatorFunction]) -> Callable:
-    return lambda *args, **kwargs: function.run(function.arguments.values_of(args, kwargs))
+    return lambda *args, **kwargs: function.run(function.arguments.bind(*args, **kwargs).values())
 
 
 for _name, (_arguments, _function) in OPERATORS.items():
@@ -109,7 +110,7 @@ for _name, (_arguments, _function) in OPERATORS.items():
         for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
             library.impl(_name, autograd_kernel(_function), _key)
     for _device_type in ("cpu", "cuda"):
-        library.impl(_name, autocast_kernel(_arguments.operator, _arguments, _device_type), f"Autocast{_device_type.upper()}")
+        library.impl(_name, autocast_kernel(_arguments, _device_type), f"Autocast{_device_type.upper()}")
 
 library.impl(MULTIPLY, multiply, "CompositeExplicitAutograd")
 library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")

@@ -51,6 +51,10 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor
 graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
 
 
+# True while torch.profiler or emit_nvtx records the operators that run.
+profiler_is_on = torch._C._autograd._profiler_enabled
+
+
 def forward_mode_is_active() -> bool:
     """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent."""
     return forward_ad._current_level >= 0
@@ -123,9 +127,11 @@ def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
 def with_unwrapped(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, and what each transform of torch.func has wrapped in it."""
     found = [tensor]
-    while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
-        found.append(torch._C._functorch.get_unwrapped(found[-1]))
-    return found
+    try:
+        while True:
+            found.append(torch._C._functorch.get_unwrapped(found[-1]))
+    except RuntimeError:  # no wrapper is left
+        return found
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

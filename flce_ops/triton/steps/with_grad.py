@@ -50,7 +50,12 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
 @with_padded_features
 def launch_token_loss_with_grad(call: TokenLossWithGrad) -> tuple[Tensor, ...]:
     outputs = meta.outputs(call)
-    of_tokens = WithGrad.of(WithGrad.like(call, operands=Operands(*call.operands), ))
+    of_tokens = WithGrad.of(
+        WithGrad.like(
+            call,
+            operands=Operands(*call.operands),
+        )
+    )
     make_vectors_contiguous(of_tokens)
     return launch_step(of_tokens, FunctionObjective(token_loss_named(call.function), call.tensors), outputs, call)
 
