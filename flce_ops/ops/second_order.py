@@ -76,6 +76,6 @@ def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
 def capped(u: Tensor, softcap: Tensor | None, logit_scale: Tensor | None) -> Tensor:
     z = u
     if logit_scale is not None:
-        off = u == -torch.inf  # the derivative by the scale is 0 there, not 0 times -inf
-        z = torch.where(off, u, logit_scale * torch.where(off, 0.0, u))
+        off = u == -torch.inf  # the derivative by the scale is 0 there, not 0 times -inf; that by u is the scale
+        z = torch.where(off, logit_scale.detach() * u, logit_scale * torch.where(off, 0.0, u))
     return z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -93,26 +93,28 @@ class Loader(ThreadPoolExecutor):
 
 def on_meta(call: Arguments, tokens: int) -> Arguments:
     """The call with meta tensors, which have a layout and no memory."""
+    return call.changed(functools.partial(of_tokens, call, tokens))
 
-    def changed(name: str, value: Any) -> Any:
-        if name == "retain" and value:
-            return min(tokens, rows_to_retain(call.operands.saved_columns))  # type: ignore[attr-defined]
-        if isinstance(value, list):
-            return [changed("", element) for element in value]
-        if not isinstance(value, Tensor):
-            return value
-        shape, stride = list(value.shape), value.stride()
-        if name in OF_PAIRS:
-            shape, stride = [2, tokens], (tokens, 1)
-        elif name == "retained":
-            shape[0] = min(tokens, rows_to_retain(shape[1]))
-        elif shape and name not in OF_CLASSES:
-            shape[0] = tokens
-        offset = value.data_ptr() % 16 // value.element_size()  # an address that is no multiple of 16 is another kernel
-        extent = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
-        return torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, stride, offset)
 
-    return call.changed(changed)
+# A nested function that calls itself is a reference cycle, which keeps the call's tensors until a garbage collection.
+def of_tokens(call: Arguments, tokens: int, name: str, value: Any) -> Any:
+    """An argument of the call, as it is in a call of so many tokens."""
+    if name == "retain" and value:
+        return min(tokens, rows_to_retain(call.operands.saved_columns))  # type: ignore[attr-defined]
+    if isinstance(value, list):
+        return [of_tokens(call, tokens, "", element) for element in value]
+    if not isinstance(value, Tensor):
+        return value
+    shape, stride = list(value.shape), value.stride()
+    if name in OF_PAIRS:
+        shape, stride = [2, tokens], (tokens, 1)
+    elif name == "retained":
+        shape[0] = min(tokens, rows_to_retain(shape[1]))
+    elif shape and name not in OF_CLASSES:
+        shape[0] = tokens
+    offset = value.data_ptr() % 16 // value.element_size()  # an address that is no multiple of 16 is another kernel
+    extent = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+    return torch.empty(extent, dtype=value.dtype, device="meta").as_strided(shape, stride, offset)
 
 
 def kind_of(call: Arguments) -> tuple[Hashable, ...]:

@@ -3,7 +3,9 @@
 Runs without a GPU: Triton compiles for a GPU that is not there. Tests that only count compilations compile nothing.
 """
 
+import gc
 import json
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -234,6 +236,24 @@ def test_launches_launch_again_after_a_first_call_that_fails(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         first_call.compile_kernels(lambda call: None, call, torch.device("cuda", 0))
     assert not first_call.launches.only_compile
+
+
+def test_a_first_call_keeps_none_of_its_tensors():
+    """A reference cycle would keep the graph, and its nodes on the default stream: no CUDA graph captures beside it."""
+    from flce_ops.meta.arguments import WithGrad
+
+    operands = torch.randn(8, 16), torch.randn(31, 16), torch.zeros(8, dtype=torch.int64)
+    kept = weakref.ref(operands[0])
+    gc.collect()
+    gc.disable()
+    try:
+        call = WithGrad.bind(*operands, None, None, None, output_mask=[True, True, False])
+        made = first_call.on_meta(call, 3)
+        assert made.operands.input.shape == (3, 16) and made.operands.input.is_meta
+        del call, operands
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_calls_of_one_head_differ_in_no_more_than_tokens():

@@ -189,6 +189,34 @@ def test_second_derivatives_of_tokens_that_are_sure_of_their_class(device, dtype
         assert error(ours, right) <= 2 * error(usual, right) + slack
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 1.0])
+@pytest.mark.parametrize("given", [False, True], ids=["linear", "given logits"])
+def test_second_derivatives_where_a_class_that_is_switched_off_has_a_gradient(device, given, smoothing):
+    """It is a target, or label smoothing counts it: the loss is infinite, and the gradients are not."""
+    x, w, weight, *along = (torch.randn(s, dtype=torch.float64) for s in ((3, 4), (6, 4), (3,), (3, 4), (6, 4), (3,)))
+    bias, target = torch.tensor([0.3, -torch.inf, 0.0, 0.1, 0.2, 0.0]).double().to(device), torch.tensor([1, 0, 5])
+
+    def ours(x, w, weight):
+        options = {"token_weight": weight, "reduction": "none", "label_smoothing": smoothing, "logit_scale": 2.0}
+        if given:
+            return flce_ops.cross_entropy(x @ w.T + bias, target.to(device), **options).sum() / 3
+        return flce_ops.linear_cross_entropy(x, w, target.to(device), linear_bias=bias, **options).sum() / 3
+
+    def plain(x, w, weight):
+        losses = torch.nn.functional.cross_entropy(
+            2.0 * (x @ w.T + bias), target.to(device), label_smoothing=smoothing, reduction="none"
+        )
+        return (losses * weight).sum() / 3
+
+    def second(function):
+        leaves = [leaf.to(device).requires_grad_() for leaf in (x, w, weight)]
+        first = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+        return torch.autograd.grad(first, leaves, [v.to(device) for v in along])
+
+    for found, right in zip(second(ours), second(plain), strict=True):
+        assert error(found, right) < 1e-12
+
+
 def policy(input, linear_weight, target, linear_bias=None):
     advantages = torch.linspace(-1.0, 1.0, len(target), dtype=input.dtype, device=input.device)
     old = torch.full_like(advantages, -2.0)  # without it, the ratio is 1 whatever a difference moves
