@@ -13,7 +13,7 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # these send nothing
 
 
-ONE_PASS = "linear_cross_entropy_vocab_parallel_with_grad"
+ONE_PASS = "linear_cross_entropy_with_grad"
 KERNELS = {ONE_PASS: kernel(ONE_PASS)}
 
 

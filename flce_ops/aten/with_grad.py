@@ -16,7 +16,7 @@ from ..math.options import Statistics, TokenStatistics
 from ..math.reduction import Reduction
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
-from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, TokenLossWithGrad, VocabParallelWithGrad, WithGrad
+from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, TokenLossWithGrad, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..objectives.token_losses import token_loss_named
@@ -33,6 +33,8 @@ NOTHING = TokenStatistics()
 
 @kernel_of(WithGrad, checks_target=True)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
+    if call.group is not None:
+        return with_grad_of_shard(call, outputs)
     loss, losses, *results, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
@@ -70,13 +72,12 @@ def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> 
     loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
 
-@kernel_of(VocabParallelWithGrad, checks_target=True)
-def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tensor]) -> None:
+def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     """flce_ops/distributed/vocab_parallel.py says what it does.
 
     All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
     """
-    loss, losses, *grads, argmax, _, _, _, _ = outputs
+    loss, losses, *grads, argmax, _, _, _, _, _ = outputs
     target, weight = call.operands.target, call.operands.weight
     vocab_start, own = call.vocab_start, call.operands.num_classes
     valid, hit, column = shards.target_columns(target, call.ignore_index, vocab_start, own)
@@ -94,7 +95,7 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
     of_rows = (own_weight, objective, valid, column, losses)
     loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, statistics=own_statistics, shared=shared))
-    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:], lse_rest)
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:-1], lse_rest)
 
 
 class SharedRows(NamedTuple):
@@ -179,7 +180,7 @@ def loss_and_gradients(
     log_probs: Tensor | None = None,  # (N,) or (N, K), of a token function
     shared: SharedRows | None = None,
 ) -> Tensor:  # ()
-    reduction = Reduction(call.row_scale) if shared else call.reduction
+    reduction = call.reduction
     if reduction.row_scale is None:  # then the tokens are counted here, once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     asked, weight_sum = Statistics(*(of_rows is not None for of_rows in statistics)), None

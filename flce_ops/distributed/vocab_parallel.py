@@ -40,7 +40,7 @@ from ..math.reduction import Reduction
 from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
 from ..math.statistics import Rows, asked_of_rows, statistics_of_shards
 from ..math.topk import in_columns
-from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
+from ..meta.arguments import Forward, LogitsForward, WithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
 from ..ops.call_facts import gradients_wanted, sharding_of
@@ -185,24 +185,24 @@ def losses_with_grad(
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with a gradient, and the tokens' losses and statistics, which are constants."""
     start, _ = layout.vocabulary_range(layout.num_classes)
-    values = VocabParallelWithGrad.like(
+    values = WithGrad.like(
         problem,
-        row_scale=reduction.row_scale,
+        reduction=reduction,
         **layout.sharing(),
         vocab_start=start,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, _, _, _, *found = VocabParallelFunction.apply(*values, layout)
+    loss, losses, _, _, _, *found, _ = VocabParallelFunction.apply(*values, layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
 class VocabParallelFunction(MadeInForward):
-    """The derivative of linear_cross_entropy_vocab_parallel_with_grad.
+    """The derivative of linear_cross_entropy_with_grad over a sharded vocabulary.
 
     `apply` takes the operator's arguments, then the layout.
     """
 
-    arguments = VocabParallelWithGrad
+    arguments = WithGrad
 
     @classmethod
     def forward(cls, *values):
@@ -225,6 +225,6 @@ class VocabParallelFunction(MadeInForward):
         losses = losses_of_rows(problem, ctx.layout.num_classes, vocab_parallel_rows(ctx.layout, problem))
         leaves = [getattr(call.operands, name) for name in OPERANDS]
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
+        found = torch.autograd.grad((call.reduction.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
         by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found)}
         return [by_leaf.get(id(leaf)) for leaf in leaves], losses

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..math import options
 from ..math.kl_div_arguments import TEACHER, KlDivOperands
-from ..math.options import Number, accumulation_dtype
+from ..math.options import accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
 from ..objectives import class_probabilities, cross_entropy, policy, token_function

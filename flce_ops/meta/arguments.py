@@ -16,6 +16,7 @@ from .call import ZERO_COLUMN, Arguments, Result, class_index, gradients, scalar
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
+OptionalStr = Annotated[str | None, "str?"]
 
 # made if the call's `scale_gradient` is True
 OF_SCALE = Result("grad_logit_scale", (), attrgetter("scale_gradient"), None, operand="logit_scale")
@@ -105,25 +106,12 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
     batch_invariant: bool = False  # as of backward
-
-
-class VocabParallelWithGrad(Arguments, keyword_from="group"):
-    """`weight` has the V classes of all ranks; the other operands have this rank's."""
-
-    op = "linear_cross_entropy_vocab_parallel_with_grad"
-    results = (*LOSSES, *GRADIENTS, *STATISTICS)
-
-    operands: Operands
-    row_scale: Tensor  # (N,)
-    group: str
-    ranks: int
-    vocab_start: SymInt
-    vocab_size: SymInt
-    ignore_index: int = -100
-    loss: LossOptions
-    logits: LogitOptions
-    output_mask: OutputMask
-    statistics: Statistics
+    # If ranks share the vocabulary: their process group, their number, this rank's first class, and V over all of them.
+    # `weight` has the classes of all ranks then.
+    group: OptionalStr = None
+    ranks: int = 1
+    vocab_start: SymInt = 0
+    vocab_size: OptionalSymInt = None
 
 
 GRADIENT_OF_LOGITS = (gradients("logits")[0]._replace(asked=None),)

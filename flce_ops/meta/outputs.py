@@ -63,8 +63,6 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
 def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # place, name, axes, most dimensions
     """The tensors of an operator that are checked. Its operands come first, so that others are compared with them."""
     names = [name for name, place in arguments.index.items() if name in AXES and place in arguments.tensor_places]
-    if "group" in arguments.index and "weight" in names:
-        names.remove("weight")  # the class weights of all ranks
     names.sort(key=lambda name: not arguments.arguments[arguments.index[name]].path.startswith("operands."))
     more = BY_CLASS if "input" in names else ()
     return [(arguments.index[name], name, AXES[name], len(AXES[name]) + (name in more)) for name in names]
@@ -75,7 +73,7 @@ def check_shapes(call: Any) -> None:
     sizes: dict[str, int] = {}
     for place, name, axes, most in checked(call.__class__):
         tensor = values[place]
-        if tensor is None:
+        if tensor is None or (name == "weight" and vars(call).get("group") is not None):  # of all ranks
             continue
         shape = tensor.shape
         fits = len(axes) <= len(shape) <= most

@@ -61,7 +61,7 @@ def facts_of(call: Any) -> CallFacts:
         first.device.type,
         first.dtype,
         first.numel() == 0,
-        operands.num_classes == 1,
+        operands.num_classes == 1 and groups.get("group") is None,  # all ranks must choose the same path
         smoothed,
         call.logits.softcap is not None,
         topk=operands.target.dim() == 2,

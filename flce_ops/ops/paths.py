@@ -143,11 +143,6 @@ KERNELS = {
     "linear_cross_entropy_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
     ),
-    "linear_cross_entropy_vocab_parallel_with_grad": kernels(
-        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # only conditions that are the same on all ranks
-        ".steps.with_grad:launch_vocab_parallel_with_grad",
-        ".with_grad:vocab_parallel_with_grad",
-    ),
     "cross_entropy_forward": kernels(
         TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".forward:logits_forward"
     ),

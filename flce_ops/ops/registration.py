@@ -4,7 +4,6 @@
     flce::linear_cross_entropy_backward          gradients from the cotangents of these numbers
     flce::linear_cross_entropy_backward_         adds the gradient of linear_weight to a buffer
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
-    flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, if ranks share the vocabulary
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
     flce::linear_token_loss_with_grad            as linear_cross_entropy_with_grad, for functions of one token
     flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
@@ -23,14 +22,14 @@ flce_ops/entry registers the entry operators.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import meta
 from .._ops import add_op_namespace_prefix, ops
-from ..meta.arguments import Backward, Forward, VocabParallelWithGrad
-from ..meta.call import Arguments, takes
+from ..meta.arguments import Backward, Forward
+from ..meta.call import takes
 from ..support.compile_cache import add_to_key
 from . import autograd, cross_entropy_autograd, kl_div_autograd, paths, with_grad_autograd
 from .autocast import autocast_kernel
@@ -57,14 +56,7 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
 )
 
 
-class Operator(NamedTuple):
-    arguments: type[Arguments]
-    function: type[OperatorFunction] | None = None
-
-
-OPERATORS = {function.arguments.op: Operator(function.arguments, function) for function in FUNCTIONS}
-# Its autograd Function is in flce_ops/distributed/vocab_parallel.py, because it needs the mesh.
-OPERATORS[VocabParallelWithGrad.op] = Operator(VocabParallelWithGrad)
+OPERATORS = {function.arguments.op: (function.arguments, function) for function in FUNCTIONS}
 
 for _name, (_arguments, _) in OPERATORS.items():
     library.define(f"{_name}{_arguments.schema()} -> {_arguments.results_schema()}", tags=torch.Tag.pt2_compliant_tag)
@@ -74,7 +66,7 @@ library.define(f"{MULTIPLY}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torc
 
 def kernel(name: str) -> Callable:
     """An operator's kernel: runs the path that the table chooses."""
-    arguments = OPERATORS[name].arguments
+    arguments, _ = OPERATORS[name]
 
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
@@ -87,7 +79,7 @@ def kernel(name: str) -> Callable:
 
 
 def fake_kernel(name: str) -> Callable:
-    arguments = OPERATORS[name].arguments
+    arguments, _ = OPERATORS[name]
 
     @takes(arguments)
     def run(call: Any) -> meta.Outputs:
@@ -105,10 +97,9 @@ for _name, (_arguments, _function) in OPERATORS.items():
     _arguments.operator = getattr(ops, _name).default
     library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), fake_kernel(_name), lib=library)
-    if _function is not None:
-        _arguments.applied = _function.run
-        for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
-            library.impl(_name, autograd_kernel(_function), _key)
+    _arguments.applied = _function.run
+    for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
+        library.impl(_name, autograd_kernel(_function), _key)
     for _device_type in ("cpu", "cuda"):
         library.impl(_name, autocast_kernel(_arguments, _device_type), f"Autocast{_device_type.upper()}")
 

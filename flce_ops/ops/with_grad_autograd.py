@@ -29,6 +29,9 @@ class LossOfHead(MadeInForward):
         caller.
         """
         of_cross_entropy = isinstance(call, WithGrad)
+        assert vars(call).get("group") is None, (
+            "distributed/vocab_parallel.py has this derivative"
+        )
         if of_cross_entropy and call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
         operands = Operands(*call.operands)

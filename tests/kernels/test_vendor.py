@@ -40,16 +40,12 @@ def rows(inputs):
 
 # the kernels that are registered for CUDA
 MASK = [True, True, False]
-SHARD = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 31}
 CALLS = {
     "forward": lambda kernel, inputs: kernel(*inputs.args),
     "backward": lambda kernel, inputs: kernel(
         rows(inputs), rows(inputs), None, *inputs.args, None, rows(inputs), output_mask=MASK
     ),
     "with_grad": lambda kernel, inputs: kernel(*inputs.args, None, rows(inputs), output_mask=MASK),
-    "vocab_parallel_with_grad": lambda kernel, inputs: kernel(
-        *inputs.args, None, rows(inputs), **SHARD, output_mask=MASK
-    ),
 }
 
 
