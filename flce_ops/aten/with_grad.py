@@ -16,7 +16,7 @@ from ..math.options import Statistics, TokenStatistics
 from ..math.reduction import Reduction
 from ..math.statistics import surprisal, two_sum
 from ..math.topk import beside_topk
-from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, TokenLossWithGrad, WithGrad
+from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..objectives.token_losses import token_loss_named
@@ -35,10 +35,17 @@ NOTHING = TokenStatistics()
 def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     if call.group is not None:
         return with_grad_of_shard(call, outputs)
-    loss, losses, *results, of_scale = outputs
+    loss, losses, *results, log_probs, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
-    loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
+    if call.function is None:
+        loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
+        return
+    input, target = call.operands.input, call.operands.target
+    tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors or ())
+    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
+    objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
+    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
 
 @kernel_of(LogitsWithGrad, checks_target=True)
@@ -61,23 +68,12 @@ def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor
     loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
 
 
-@kernel_of(TokenLossWithGrad, checks_target=True)
-def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, log_probs, of_scale = outputs
-    input, target = call.operands.input, call.operands.target
-    of_head = products_and_gradients(call, (*grads, of_scale))
-    tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
-    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
-    objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
-    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
-
-
 def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     """flce_ops/distributed/vocab_parallel.py says what it does.
 
     All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
     """
-    loss, losses, *grads, argmax, _, _, _, _, _ = outputs
+    loss, losses, *grads, argmax = outputs[:6]
     target, weight = call.operands.target, call.operands.weight
     vocab_start, own = call.vocab_start, call.operands.num_classes
     valid, hit, column = shards.target_columns(target, call.ignore_index, vocab_start, own)
@@ -95,7 +91,7 @@ def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
     of_rows = (own_weight, objective, valid, column, losses)
     loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, statistics=own_statistics, shared=shared))
-    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:-1], lse_rest)
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:10], lse_rest)
 
 
 class SharedRows(NamedTuple):

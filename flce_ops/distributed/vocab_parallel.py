@@ -192,7 +192,7 @@ def losses_with_grad(
         vocab_start=start,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, _, _, _, *found, _ = VocabParallelFunction.apply(*values, layout)
+    loss, losses, _, _, _, *found, _, _ = VocabParallelFunction.apply(*values, layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 

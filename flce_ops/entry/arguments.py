@@ -5,14 +5,14 @@ implemented.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ..math import options
 from ..math.kl_div_arguments import TEACHER, KlDivOperands
-from ..math.options import accumulation_dtype
+from ..math.options import Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
 from ..objectives import class_probabilities, cross_entropy, policy, token_function
@@ -98,7 +98,7 @@ def check_policy_loss(op: str, call: PolicyLoss) -> None:
     check_head(op, call)
     constants = call.tokens._asdict()
     checks.check_constants(op, **constants)
-    check_ranges(op, call.own._fields, call.own)
+    check_ranges(op, call.own._fields, cast(Any, call.own))
     hint = "; one a sequence is {name}[:, None].expand_as(target)"
     what = "one number per token, got"
     check_reduced(op, call, call.input, what=what, hint=hint, **constants, token_weight=call.token_weight)
@@ -258,7 +258,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             refuse_hole(OP, "option of probabilities", name=name, instead=instead)
 
 
-def check_ranges(op: str, names: Iterable[str], numbers: Iterable[Any]) -> None:
+def check_ranges(op: str, names: Iterable[str], numbers: Iterable[Number | None]) -> None:
     for name, number in zip(names, numbers):
         if number is None or name not in RANGES:
             continue

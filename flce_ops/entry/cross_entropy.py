@@ -81,5 +81,5 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
     values = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
-    loss, losses, _, _, _, *found, _ = Operator.applied(values)
+    loss, losses, _, _, _, *found, _, _ = Operator.applied(values)
     return loss, losses, TokenStatistics.found(problem.statistics, found) if any(problem.statistics) else NO_RESULTS

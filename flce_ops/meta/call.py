@@ -31,6 +31,7 @@ SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
+    list[Tensor] | None: "Tensor[]?",
     bool: "bool",
     int: "int",
     float: "float",
@@ -82,8 +83,8 @@ def class_index(name: str, asked_by: str) -> Result:
     return token(name, asked_by)._replace(at_ignored=NO_CLASS, dtype=torch.int64)
 
 
-def topk(name: str) -> Result:
-    return Result(name, attrgetter("operands.target.shape"))
+def topk(name: str, asked_by: str = "") -> Result:
+    return token(name, asked_by)._replace(shape=attrgetter("operands.target.shape"))
 
 
 def gradients(*operands: str) -> tuple[Result, ...]:
@@ -165,8 +166,8 @@ class Arguments:
         cls.usual = [(name, group is not None, cls.defaults[place]) for name, group, place in cls.fields]
         types = [argument.type for argument in arguments]
         cls.tensor_places = [index for index, kind in enumerate(types) if kind in ("Tensor", "Tensor?")]
-        cls.lists = [index for index, kind in enumerate(types) if kind.endswith("]")]
-        cls.tensor_lists = [index for index in cls.lists if types[index] == "Tensor[]"]
+        cls.lists = [index for index, kind in enumerate(types) if kind.rstrip("?").endswith("]")]
+        cls.tensor_lists = [index for index in cls.lists if types[index].startswith("Tensor[]")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
         cls.made_at = [place for place, result in enumerate(cls.results) if result.operand]
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)

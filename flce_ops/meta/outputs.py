@@ -84,7 +84,7 @@ def check_shapes(call: Any) -> None:
             raise ValueError(f"{call.op}: expected {name} of shape ({', '.join(axes)}), {known}, got {tuple(shape)}")
         if tensor.device != device:
             raise ValueError(f"{call.op}: expected {name} on {device}, got {tensor.device}")
-    for place, tensor in enumerate(vars(call).get("tensors", ())):
+    for place, tensor in enumerate(vars(call).get("tensors") or ()):
         if tensor.device != device or (tensor.dim() and tensor.shape[0] != sizes["N"]):
             raise ValueError(
                 f"{call.op}: expected tensors[{place}] on {device} with {sizes['N']} rows or as a 0-d tensor, got "

@@ -175,7 +175,7 @@ class OperatorFunction(Function):
             for index in arguments.tensor_places:
                 tensors.append(values[index])
             for index in arguments.tensor_lists:
-                tensors += values[index]
+                tensors += values[index] or ()
             if forward_mode and has_tangent(*tensors):
                 cls.refuse_forward_mode()
             if cls.check is not None:
@@ -201,8 +201,8 @@ def save(ctx, arguments: type[Arguments], values: list[Any], *results: Tensor) -
         tensors.append(values[index])
         values[index] = None
     for index in arguments.tensor_lists:
-        tensors += values[index]
-        values[index] = len(values[index])
+        tensors += values[index] or ()
+        values[index] = values[index] and len(values[index])
     ctx.constants = values
     ctx.save_for_backward(*tensors, *results)
 
@@ -215,8 +215,9 @@ def restore(ctx, arguments: type[Arguments]) -> tuple[list[Any], tuple[Tensor, .
     after = len(arguments.tensor_places)
     for index in arguments.tensor_lists:
         count = values[index]
-        values[index] = list(saved[after : after + count])
-        after += count
+        if count:
+            values[index] = list(saved[after : after + count])
+            after += count
     return values, saved[after:]
 
 

@@ -157,9 +157,6 @@ KERNELS = {
         ".logits.cross_entropy:launch_with_grad_in_place",
         ".with_grad:logits_with_grad_in_place",
     ),
-    "linear_token_loss_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_token_loss_with_grad", ".with_grad:token_loss_with_grad"
-    ),
     "linear_kl_div_forward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_backward", ".kl_div:backward"),
     "linear_kl_div_with_grad": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_with_grad", ".kl_div:with_grad"),

@@ -125,7 +125,7 @@ def kind_of(call: Arguments) -> tuple[Hashable, ...]:
         if tensor is not None:
             values[index] = tensor.dtype, tensor.shape[first:]
     for index in call.lists:
-        values[index] = tuple(kind_of_element(element) for element in values[index])
+        values[index] = tuple(kind_of_element(element) for element in values[index] or ())
     for index in numbers:
         values[index] = bool(values[index])
     return call.op, get_workspace(), *values

@@ -79,7 +79,8 @@ token_loss(lambda lp, q, kind, flag: -(q * lp).sum() * flag / (1 + kind), name="
 kind, flag = torch.empty(tokens, dtype=torch.int32), torch.empty(tokens, dtype=torch.bool)
 
 def token(function, *tensors, target=target):
-    with_grad.launch_token_loss_with_grad(input, weight, target, None, function, list(tensors), None, **every)
+    named = {"function": function, "tensors": list(tensors)}
+    with_grad.launch_with_grad(input, weight, target, None, None, None, **named, **every)
 
 def rows(**options):
     options = {"expected_log_prob": True, **options}

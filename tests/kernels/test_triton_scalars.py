@@ -17,10 +17,9 @@ from test_triton_interpreter import double, logit_options
 
 from flce_ops import aten
 from flce_ops.aten import kl_div as aten_kl_div
-from flce_ops.aten.with_grad import token_loss_with_grad
+from flce_ops.aten.with_grad import with_grad
 from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.logits import kl_div
-from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
 pytestmark = IN_INTERPRETER
 
@@ -67,8 +66,10 @@ def test_a_policy():
     number = logit_options(OPTIONS[1])
     function, tensors = function_of_policy({"input": made.input, "advantages": torch.randn(SHAPE[0])})
     row_scale, asked = torch.rand(SHAPE[0]), {"output_mask": [True] * 3, "scale_gradient": True, **number}
-    found = launch_token_loss_with_grad(*made.args, function, tensors, row_scale, **asked)
-    exact = token_loss_with_grad(*double(*made.args), function, double(*tensors), *double(row_scale), **asked)
+    found = launch_with_grad(*made.args, None, row_scale, function=function, tensors=tensors, **asked)
+    exact = with_grad(
+        *double(*made.args), None, *double(row_scale), function=function, tensors=double(*tensors), **asked
+    )
     judge((*found[2:5], found[-1]), (*exact[2:5], exact[-1]), size_of_terms(made.input, exact[2:], 0.7), torch.float32)
 
 

@@ -50,7 +50,7 @@ def layouts(device):
                     leaves[name] = placed.requires_grad_(name in expected)
             found = flce_ops.linear_policy_loss(**leaves, **options)
             if one_pass and options.get("reduction") != "none":
-                assert flce_ops.last_path().op == "linear_token_loss_with_grad"
+                assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
             full(found.loss).sum().backward()
             assert not found.log_probs.requires_grad and found.log_probs.shape == (B, T)
             assert error(full(found.loss), expected["loss"]) < 1e-13 * cancellation(call, **options)

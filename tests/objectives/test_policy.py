@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.valid_tokens import with_zeroed_rows
-from flce_ops.aten.with_grad import token_loss_with_grad
-from flce_ops.meta.arguments import TokenLossWithGrad
+from flce_ops.aten.with_grad import with_grad
+from flce_ops.meta.arguments import WithGrad
 from flce_ops.meta.outputs import outputs as outputs_of
 from flce_ops.objectives.policy import KL_ESTIMATORS, PolicyNumbers, PolicyTokens, policy_of
 
@@ -156,7 +156,7 @@ def test_one_pass_and_recomputing_agree(device):
     with flce_ops.workspace(1):
         found = run_policy(flce_ops.linear_policy_loss, call, **options)
         if device == "cpu":
-            assert flce_ops.last_path().op == "linear_token_loss_with_grad" and flce_ops.last_path().chunks > 1
+            assert flce_ops.last_path().op == "linear_cross_entropy_with_grad" and flce_ops.last_path().chunks > 1
     for name, result in found.items():
         assert error(result, expected[name]) < 1e-13, name
 
@@ -220,10 +220,10 @@ def test_ignored_tokens_that_are_computed_as_zeros_count_for_nothing():
     names = ("input", "linear_weight", "target", "linear_bias")
     function, tensors = function_of_policy(call, beta=0.1)
     operands = [call[name] for name in names]
-    inner = TokenLossWithGrad.bind(*operands, function, tensors, None, output_mask=[True, True, True])
+    inner = WithGrad.bind(*operands, None, None, function=function, tensors=tensors, output_mask=[True, True, True])
     outputs = outputs_of(inner)
-    with_zeroed_rows(inspect.unwrap(token_loss_with_grad), inner, outputs, TokenLossWithGrad.fills, ignored)
-    for found, expected in zip(outputs, token_loss_with_grad(inner), strict=True):
+    with_zeroed_rows(inspect.unwrap(with_grad), inner, outputs, WithGrad.fills, ignored)
+    for found, expected in zip(outputs, with_grad(inner), strict=True):
         assert error(found, expected) < 1e-12
 
 

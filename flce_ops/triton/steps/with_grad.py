@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ... import meta
-from ...math.options import Operands, TokenStatistics
+from ...math.options import TokenStatistics
 from ...math.shards import Exchange, shard_rows, statistics_of_shard
-from ...meta.arguments import TokenLossWithGrad, WithGrad
+from ...meta.arguments import WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
 from ...objectives.row import RowObjective
@@ -42,16 +42,9 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
     make_vectors_contiguous(call)
     if call.group is not None:
         return launch_shard(call, outputs)
-    return launch_step(call, objective_of(call), outputs, call)
-
-
-@takes(TokenLossWithGrad)
-@with_padded_features
-def launch_token_loss_with_grad(call: TokenLossWithGrad) -> tuple[Tensor, ...]:
-    outputs = meta.outputs(call)
-    of_tokens = WithGrad.of(WithGrad.like(call, operands=Operands(*call.operands)))
-    make_vectors_contiguous(of_tokens)
-    return launch_step(of_tokens, FunctionObjective(token_loss_named(call.function), call.tensors), outputs, call)
+    if call.function is not None:
+        return launch_step(call, FunctionObjective(token_loss_named(call.function), tuple(call.tensors or ())), outputs)
+    return launch_step(call, objective_of(call), outputs)
 
 
 def objective_of(call: WithGrad) -> CrossEntropy:
@@ -66,14 +59,11 @@ def objective_of(call: WithGrad) -> CrossEntropy:
 def launch_step(
     call: WithGrad,
     objective: RowObjective,
-    outputs: tuple[Tensor, ...],  # loss, losses, the gradients, then statistics or log-probabilities
-    recorded: WithGrad | TokenLossWithGrad,  # the call that last_path() names
+    outputs: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """Runs the step and returns its outputs."""
-    loss, losses, *grads, of_scale = outputs
-    grads, by_token = [*grads[:3], of_scale], grads[3:]
-    log_probs = by_token[0] if len(by_token) == 1 else None
-    statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
+    loss, losses, *results, log_probs, of_scale = outputs
+    grads, statistics = [*results[:3], of_scale], TokenStatistics.found(call.statistics, results[3:])
     input, linear_weight, target, _, _ = call.operands
     of_step, pairs = (input.shape[0], linear_weight, call.output_mask), sum_pairs(call.statistics)
     with torch.cuda.device_of(linear_weight):
@@ -82,11 +72,13 @@ def launch_step(
         if isinstance(objective, FunctionObjective):
             tensors = tuple(launch_in_order(t, valid_tokens) if t.dim() else t for t in objective.tokens)
             objective = objective._replace(tokens=tensors)
-        per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
+        per_token = StepTokens(
+            objective, call.reduction, losses, statistics, None if call.function is None else log_probs
+        )
         chunking = best_chunking(problem_of(*of_step, sum_pairs=pairs, batch_invariant=call.batch_invariant))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
-    record_chunks(recorded, linear_weight, chunks, *sparse_notes(call))
+    record_chunks(call, linear_weight, chunks, *sparse_notes(call))
     return outputs
 
 
@@ -136,6 +128,6 @@ def launch_shard(call: WithGrad, outputs: tuple[Tensor, ...]) -> tuple[Tensor, .
         of_step = input.shape[0], linear_weight, call.output_mask
         chunking = equal_chunking(problem_of(*of_step, sum_pairs=sum_pairs(call.statistics))._replace(vocab=rows))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
-        exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:-1])
+        exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:10])
     record_chunks(call, linear_weight, chunks)
     return outputs
