@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from small_transformer import SmallTransformer
 from torch import nn
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 STEPS = 4

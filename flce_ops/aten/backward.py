@@ -45,9 +45,9 @@ def gradients_of_head(call: Backward, grads: Sequence[Tensor]) -> None:
 def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: GradientAccumulator) -> None:
     operands, start = call.operands, vars(call).get("vocab_start", 0)
     valid, hit, column = target_columns(operands.target, call.ignore_index, start, operands.num_classes)
-    cotangents = call.cotangents.masked(hit, valid, call.lse.dtype)
+    cotangents = call.cotangents.masked(hit, valid, call.lse_pair.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
-    weight = upcast(operands.weight, call.lse.dtype)
+    weight = upcast(operands.weight, call.lse_pair.dtype)
 
     def gradient(rows: slice, logits: Tensor) -> Tensor | None:
         own = cotangents.of(rows)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..math.options import Statistics
 from ..math.shards import target_columns
-from ..math.statistics import two_sum
 from ..meta.arguments import Forward, LogitsForward
 from .chunks import chunk_products, copied_rows, copy_bytes, product_is_rounded, rows_per_chunk
 from .gradients import run_blocks
@@ -45,7 +44,7 @@ def numbers_of_rows(
     asked: Statistics,
 ) -> None:
     made = {result.name: output for result, output in zip(call.results, outputs)}
-    input, target, weight = call.operands[0], call.operands.target, upcast(call.operands.weight, made["lse"].dtype)
+    input, target, weight = call.operands[0], call.operands.target, upcast(call.operands.weight, made["lse_pair"].dtype)
     num_classes, start, whole = call.operands.num_classes, *map(vars(call).get, ("vocab_start", "vocab_size"))
     if target.dim() == 2 or whole is not None or start:  # a shard, which lacks some classes
         _, hit, column = target_columns(target, call.ignore_index, start or 0, num_classes)
@@ -57,8 +56,7 @@ def numbers_of_rows(
         at_target = at_columns(logits, own_column, own_target_logit)
         own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
         found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
-        lse, lse_rest = two_sum(found.row_max, found.log_sum)
-        for name, of_rows in (found._asdict() | {"lse": lse, "lse_rest": lse_rest}).items():
+        for name, of_rows in (found._asdict() | {"lse_pair": found.lse_pair}).items():
             if of_rows is not None and name in made:
                 made[name][rows] = of_rows
 

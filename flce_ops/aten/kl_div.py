@@ -89,8 +89,8 @@ def with_grad(call: KlDivWithGrad, outputs: Sequence[Tensor]) -> None:
 
 @kernel_of(KlDivBackward)
 def backward(call: KlDivBackward, grads: Sequence[Tensor]) -> None:
-    scale = gradient_factors(call.grad, call.operands.valid).to(call.shift.dtype)
-    divergences(call, (None, call.shift, call.teacher_shift, call.student_kl), grads, scale)
+    scale = gradient_factors(call.grad, call.operands.valid).to(call.lse_pair.dtype)
+    divergences(call, (None, call.lse_pair, call.teacher_lse_pair, call.student_kl), grads, scale)
 
 
 def divergences(
@@ -101,7 +101,7 @@ def divergences(
 ) -> None:
     """Runs one pass over the logits: computes the divergence of every row, and the gradients if they are wanted."""
     operands, options = call.operands, call.options
-    divergence, shift, teacher_shift, student_kl = of_rows
+    divergence, pair, teacher_pair, student_kl = of_rows
     kind, beta, alone = DIVERGENCES[options.kind], options.beta, options.ranks == 1
     # given probabilities need not add up to 1, so their sum is needed
     weighed = operands.teacher_probs is not None and not kind.of_student
@@ -118,15 +118,15 @@ def divergences(
 
     def work(rows: slice, log_q: Tensor) -> None:
         log_p = teacher[rows.start - start : rows.stop - start]
-        softmaxes = [(log_q, shift)]
+        softmaxes = [(log_q, pair)]
         if operands.teacher_probs is None:
-            softmaxes.append((log_p, teacher_shift))
+            softmaxes.append((log_p, teacher_pair))
         if divergence is not None:
-            find_shifts(softmaxes, rows, options)
+            find_pairs(softmaxes, rows, options)
         for logits, known in softmaxes:
             if divergence is None:
-                logits.sub_(known[0, rows, None])
-            logits.sub_(known[1, rows, None])
+                logits.sub_(known[rows, :1])
+            logits.sub_(known[rows, 1:])
         number: Tensor | float = 1.0
         offset = None if of_forward is None else of_forward[rows]
         if divergence is None and kind.of_student:
@@ -181,12 +181,12 @@ def row_sums(
     return torch.cat([torch.stack([of_entry.sum(1) for of_entry in block]) for block in terms], 1)
 
 
-def find_shifts(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
-    """Fills in the (2, N) shift of each softmax, and subtracts its first number from the logits, (n, V). A function of
+def find_pairs(softmaxes: list[tuple[Tensor, Tensor]], rows: slice, options: KlDivOptions) -> None:
+    """Fills in the (N, 2) lse_pair of each softmax, and subtracts the reference from the logits, (n, V). A function of
     its own, because a name that is left over would keep the logits in memory.
     """
     found = [shift_rows(logits) for logits, _ in softmaxes]
     row_max, log_sum = (torch.stack(numbers) for numbers in zip(*found))
     denominators = log_denominator(row_max, log_sum, options.group, options.ranks)
-    for k, (_, shift) in enumerate(softmaxes):
-        shift[0, rows], shift[1, rows] = row_max[k], denominators[k]
+    for (_, pair), *numbers in zip(softmaxes, row_max, denominators):
+        pair[rows] = torch.stack(numbers, -1)

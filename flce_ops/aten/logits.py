@@ -73,17 +73,12 @@ def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V
     return None if per_class is None else per_class.to(dtype)
 
 
-def probabilities(logits: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (n, V)
-    p = torch.exp(logits - lse[:, None])
-    return p if lse_rest is None else p.mul_(torch.exp(-lse_rest)[:, None])
-
-
 class SoftmaxFactors(NamedTuple):
-    """The factors of p in G: (factor + expected (z - lse)) exp(z - lse); (n,) each, None for 0."""
+    """The factors of E in G: (factor + expected (z - reference)) exp(z - reference); (n,) each, None for 0."""
 
-    lse: Tensor
-    factor: Tensor | None  # l - h hbar, corrected for the rounding of lse
-    expected: Tensor | None  # h, corrected likewise
+    reference: Tensor
+    factor: Tensor | None  # (l - h (hbar + log_sum)) / Z
+    expected: Tensor | None  # h / Z
 
     def of(self, rows: slice | Tensor) -> "SoftmaxFactors":
         return changed(self, lambda factor: factor[rows])
@@ -92,29 +87,26 @@ class SoftmaxFactors(NamedTuple):
 def softmax_factors(call: Backward | LogitsBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
     """The factors of a call. `grad_lse` comes from Cotangents.masked.
 
-    lse becomes inf for ignored rows. Their lse is 0, so exp(z - lse) may be inf, and inf times their factor of 0 is
-    nan.
+    The reference of ignored rows becomes inf: with 0, exp(z - reference) could be inf, and inf times 0 is nan.
     """
-    lse, factor, expected = call.lse, grad_lse, vars(call).get("grad_expected_log_prob")
-    if isinstance(call, Backward) and expected is not None:
-        expected = torch.where(valid, expected, 0.0).to(lse.dtype)
-        distance = call.expected_log_prob if call.lse_rest is None else call.expected_log_prob + call.lse_rest
-        factor = (0.0 if factor is None else factor) - expected * distance
-    if call.lse_rest is not None:
-        share = torch.exp(-call.lse_rest)
-        factor, expected = (None if number is None else number * share for number in (factor, expected))
-    return SoftmaxFactors(torch.where(valid, lse, torch.inf), factor, expected)
+    (reference, log_sum), factor, expected = call.lse_pair.unbind(-1), grad_lse, None
+    if isinstance(call, Backward) and call.grad_expected_log_prob is not None:
+        expected = torch.where(valid, call.grad_expected_log_prob, 0.0).to(log_sum.dtype)
+        factor = (0.0 if factor is None else factor) - expected * (call.expected_log_prob + log_sum)
+    share = torch.exp(-log_sum)
+    factor, expected = (None if number is None else number * share for number in (factor, expected))
+    return SoftmaxFactors(torch.where(valid, reference, torch.inf), factor, expected)
 
 
 def softmax_gradient(logits: Tensor, factors: SoftmaxFactors) -> Tensor:  # (n, V), in place
-    lse, factor, expected = (None if number is None else number[:, None] for number in factors)
+    reference, factor, expected = (None if number is None else number[:, None] for number in factors)
     if factor is None:
         return logits.zero_()
     if expected is None:
-        return logits.sub_(lse).exp_().mul_(factor)
-    log_p = at_least_finite(logits.sub_(lse))
-    p = log_p.exp()
-    return log_p.mul_(expected).add_(factor).mul_(p)
+        return logits.sub_(reference).exp_().mul_(factor)
+    shifted = at_least_finite(logits.sub_(reference))
+    exponentials = shifted.exp()
+    return shifted.mul_(expected).add_(factor).mul_(exponentials)
 
 
 def add_target_and_sum(
@@ -190,6 +182,10 @@ class BlockNumbers(NamedTuple):
     expected_log_prob: Tensor | None  # sum_j p_j (z_j - lse)
     log_sum_sq_probs: Tensor | None
     mean_logit: Tensor | None
+
+    @property
+    def lse_pair(self) -> Tensor:  # (n, 2)
+        return torch.stack([self.row_max, self.log_sum], -1)
 
 
 def reduce_rows(

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from .. import meta
 from ..math.topk import tokens_that_count
-from ..meta.call import ZERO, Arguments, AtIgnored, takes
-from ..meta.outputs import AXES, BY_CLASS
+from ..meta.call import Arguments, takes
+from ..meta.outputs import AXES
 from ..objectives.token_objective import zero_where
 from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
-MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes[0] == "N" and len(axes) == 2}
-VECTORS = {name for name, axes in AXES.items() if axes == "N"} | {"shift", "teacher_shift", "student_kl"}
+MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes in ("ND", "NE", "NV")}
+OF_TOKENS = {name for name, axes in AXES.items() if axes in ("N", "N2")} | {"teacher_lse_pair", "student_kl"}
 SPREAD_BYTES = 2 << 20  # bytes of rows that are moved at a time: they fit a CPU's cache
 
 
@@ -74,7 +74,7 @@ def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N, ...)
 
 Body = Callable[..., None]  # takes a call and the results to fill in
 Results = Sequence[Tensor]
-Fills = Sequence[AtIgnored | None]  # None for a result that has no entry for each token
+Fills = Sequence[float | None]  # None for a result that has no entry for each token
 
 
 def kernel_of(
@@ -93,7 +93,7 @@ def kernel_of(
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
             results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
             if call.written == "logits":  # whose rows become those of their gradient
-                results, fills = (*results, call.operands.logits), (*fills, ZERO)
+                results, fills = (*results, call.operands.logits), (*fills, 0.0)
             if call.all_count:
                 body(call, results)
             else:
@@ -136,8 +136,8 @@ def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if a
 
 def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor) -> None:
     indices = valid.nonzero().squeeze(1)
-    by_token = [(r, fill) for r, fill in zip(results, fills) if fill is not None and r.shape[fill.dim]]
-    first = {id(r): r.narrow(fill.dim, 0, len(indices)) for r, fill in by_token}
+    by_token = [(r, fill) for r, fill in zip(results, fills) if fill is not None and len(r)]
+    first = {id(r): r[: len(indices)] for r, fill in by_token}
 
     def of_valid(name: str, value: Any) -> Any:
         if name == "tensors" and value is not None:  # of a token function, (N, ...) or ()
@@ -146,17 +146,15 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
             return None if name == "valid" else value
         if name in MATRICES:
             return RowsByChunk(value, len(indices), lambda rows: value.index_select(0, indices[rows]), places=indices)
-        if name in BY_CLASS:
-            return value.index_select(0, indices)
-        return value.index_select(-1, indices) if name in VECTORS and value.shape[-1] else value
+        return value.index_select(0, indices) if name in OF_TOKENS and len(value) else value
 
     call_of_valid = call.changed(of_valid)
     call_of_valid.notes += ("without ignored tokens",)
     body(call_of_valid, [first.get(id(r), r) for r in results])
     ignored = (~valid).nonzero().squeeze(1)
     for result, fill in by_token:
-        spread(result.movedim(fill.dim, 0), indices)
-        result.index_fill_(fill.dim, ignored, fill.fill)
+        spread(result, indices)
+        result.index_fill_(0, ignored, fill)
 
 
 def spread(rows: Tensor, indices: Tensor) -> None:
@@ -180,6 +178,6 @@ def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills
 
     body(call.changed(zeroed), results)
     for result, fill in zip(results, fills):
-        # rows of grad_input are already 0, as zeros times linear_weight; a shift of a row of zeros needs no change
+        # rows of grad_input are already 0, as zeros times linear_weight; an lse_pair of a row of zeros needs no change
         if fill is not None and result.dim() == 1 and len(result):
-            result.masked_fill_(ignored, fill.fill)
+            result.masked_fill_(ignored, fill)

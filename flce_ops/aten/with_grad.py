@@ -14,7 +14,7 @@ from torch import Tensor
 from ..math import shards
 from ..math.options import Statistics, TokenStatistics
 from ..math.reduction import Reduction
-from ..math.statistics import surprisal, two_sum
+from ..math.statistics import lse_of_pair, surprisal
 from ..math.topk import beside_topk
 from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
@@ -85,13 +85,12 @@ def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
         of_shards = shards.class_weights_of_shards(weight, classes, losses)
     exchange = shards.Exchange(call.group, call.ranks)
     own_statistics = shards.statistics_of_shard(call.statistics, losses)
-    lse_rest = None if own_statistics.lse is None else torch.empty_like(losses)
     largest = shards.shard_rows(call.vocab_size, call.ranks)
     products, gradients = products_and_gradients(call, grads, extra_matrices(call.statistics), largest_shard=largest)
-    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, lse_rest, of_shards)
+    shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, of_shards)
     of_rows = (own_weight, objective, valid, column, losses)
     loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, statistics=own_statistics, shared=shared))
-    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:10], lse_rest)
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:10])
 
 
 class SharedRows(NamedTuple):
@@ -103,43 +102,43 @@ class SharedRows(NamedTuple):
     hit: Tensor
     vocab_start: int
     argmax: Tensor | None  # out
-    lse_rest: Tensor | None  # out: what the rounding of this rank's lse took from it
     class_weights: Tensor | None  # (R,), their sum over each shard, for a logit sum
 
     def whole(
-        self, rows: slice, numbers: BlockNumbers, own_lse: Tensor, own_rest: Tensor, target_logit: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns lse, its rest, the factor that turns E into probabilities, target_logit and logit_sum, all over whole
+        self, rows: slice, numbers: BlockNumbers, target_logit: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns the lse_pair, the factor that turns E into probabilities, target_logit and logit_sum, all over whole
         rows.
 
-        A share is a rank's part of the softmax's denominator. The shares of a row add up to 1, however lse is rounded.
+        A share is a rank's part of the softmax's denominator. The shares of a row add up to 1, however log_sum is
+        rounded.
         """
-        lse, rest, share, logit_sum = own_lse, own_rest, torch.ones_like(own_lse), numbers.logit_sum
+        row_max, log_sum, logit_sum = numbers.row_max, numbers.log_sum, numbers.logit_sum
+        pair, share = numbers.lse_pair, torch.ones_like(row_max)
         target_logit = torch.where(self.hit[rows], target_logit, 0.0)
         largest: Any = None if self.argmax is None else (numbers.max_logit, numbers.argmax + self.vocab_start)
         if self.exchange.ranks > 1:
-            sent = [lse, rest, target_logit, *([] if logit_sum is None else [logit_sum])]
-            sent += [] if largest is None else [part.to(lse.dtype) for part in largest]
+            sent = [row_max, log_sum, target_logit, *([] if logit_sum is None else [logit_sum])]
+            sent += [] if largest is None else [part.to(row_max.dtype) for part in largest]
             gathered = self.exchange.gather(torch.stack(sent))
-            lse, rest, log_share = shards.log_shares(gathered[:, 0], gathered[:, 1])
+            pair, log_share = shards.log_shares(gathered[:, 0], gathered[:, 1])
             if logit_sum is not None:
                 logit_sum = shards.logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
-            share = ((own_lse - lse) + (own_rest - rest)).exp() / log_share.exp().sum(0)
+            share = ((row_max - pair[:, 0]) + (log_sum - pair[:, 1])).exp() / log_share.exp().sum(0)
             target_logit = gathered[:, 2].sum(0)
             if largest is not None:
                 largest = None, shards.argmax_of_shards(gathered[:, -2], gathered[:, -1])
         if self.argmax is not None:
             self.argmax[rows] = largest[1]
-        if self.lse_rest is not None:
-            self.lse_rest[rows] = own_rest
         # a bias of -inf may switch off all classes of this rank
         factor = torch.where(numbers.row_sum > 0.0, share / numbers.row_sum, 0.0 * share)
-        return lse, rest, factor, target_logit, logit_sum
+        return pair, factor, target_logit, logit_sum
 
 
 def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNumbers) -> None:
     """Writes the numbers of a block into those statistics that are not None."""
-    lse = of_block.row_max + of_block.log_sum
+    pair = of_block.lse_pair
+    lse = pair if statistics.lse is not None and statistics.lse.dim() == 2 else lse_of_pair(pair)
     entropy = None if of_block.expected_log_prob is None else 0.0 - of_block.expected_log_prob
     found = (of_block.argmax, lse, entropy, of_block.log_sum_sq_probs, of_block.mean_logit)
     for of_tokens, of_rows in zip(statistics, found):
@@ -193,17 +192,14 @@ def loss_and_gradients(
         numbers = reduce_rows(logits, asked, objective.num_classes, class_weight, weight_sum)
         if any(asked):
             fill_statistics(statistics, rows, numbers)
-        lse, lse_rest = two_sum(numbers.row_max, numbers.log_sum)
-        logit_sum = numbers.logit_sum
+        pair, logit_sum = numbers.lse_pair, numbers.logit_sum
         if shared is not None:
-            lse, lse_rest, normalizer, target_logit, logit_sum = shared.whole(
-                rows, numbers, lse, lse_rest, target_logit
-            )
-        own, distance = objective.of(rows), surprisal(target_logit, lse, lse_rest)
+            pair, normalizer, target_logit, logit_sum = shared.whole(rows, numbers, target_logit)
+        own, distance = objective.of(rows), surprisal(target_logit, pair)
         distance = torch.where(beside_topk(own_valid, distance), distance, 0.0)  # ignored rows may have inf
         if log_probs is not None:
             log_probs[rows] = torch.where(own.weight, -distance, 0.0)
-        found, slopes = own.losses_and_slopes(distance, lse, logit_sum)
+        found, slopes = own.losses_and_slopes(distance, lse_of_pair(pair), logit_sum)
         own_losses.copy_(found)
         cotangents = own.cotangents(slopes, own_scale)
         factor = cotangents.grad_lse / numbers.row_sum if shared is None else cotangents.grad_lse * normalizer

@@ -10,7 +10,7 @@
     expected_log_prob = sum_r s_r (hbar_r + log s_r)    argmax: that of the largest max_r             on every rank
     with s_r = exp(lse_r - lse)
 
-Ranks send each lse together with its rounding error, so differences lose no digits if all logits share a large offset.
+Ranks send an lse as its lse_pair, so differences lose no digits if all logits share a large offset.
 
 Backward: d lse / d lse_r = exp(lse_r - lse). Each rank uses its own row of the cotangents, so nothing is sent.
 grad_input must still be summed over ranks. The caller's placements decide when: it is a Partial.
@@ -57,13 +57,12 @@ IGNORED = -1  # used in place of ignore_index, which could equal a column's inde
 class ShardRows(NamedTuple):
     """The numbers that a rank sends the others about its classes, (N,) each."""
 
-    lse: Tensor
-    lse_rest: Tensor  # what its rounding took from it
+    lse_pair: Tensor  # (N, 2)
     target_logit: Tensor  # (N, K) with a target (N, K); 0 for classes of other ranks
     others: dict[str, Tensor]  # the requested numbers, by name
 
     def stacked(self) -> Tensor:  # (k, N)
-        return torch.stack([self.lse, self.lse_rest, *in_columns(self.target_logit).unbind(1), *self.others.values()])
+        return torch.stack([*self.lse_pair.unbind(1), *in_columns(self.target_logit).unbind(1), *self.others.values()])
 
 
 def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
@@ -83,25 +82,25 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     shards, valid, target = layout.gather_shards(shard.stacked()), problem.valid, problem.operands.target  # (R, k, N)
     topk = shards.shape[1] - 2 - len(shard.others)
     others = dict(zip(shard.others, shards[:, 2 + topk :].unbind(1), strict=True))  # (R, N) each
-    lse, lse_rest, log_share = log_shares(shards[:, 0], shards[:, 1].detach())
+    pair, log_share = log_shares(shards[:, 0], shards[:, 1])
     target_logit = shards[:, 2 : 2 + topk].sum(0).T.reshape(target.shape)
     logit_sum = None
     if "logit_sum" in others:
-        class_weights = class_weights_of_shards(problem.operands.weight, layout.vocabulary_shards(num_classes), lse)
+        class_weights = class_weights_of_shards(problem.operands.weight, layout.vocabulary_shards(num_classes), pair)
         logit_sum = logit_sum_of_shards(others["logit_sum"], log_share, class_weights)
     per_shard = TokenStatistics(
         entropy=0.0 - others["expected_log_prob"] if "expected_log_prob" in others else None,
         log_sum_sq_probs=others.get("log_sum_sq_probs"),
         mean_logit=others.get("mean_logit"),
     )
-    whole = statistics_of_shards(problem.statistics, per_shard, lse, log_share)
-    _, of_tokens, entropy, *constants = changed(whole, lambda numbers: torch.where(valid, numbers, 0.0))
+    whole = statistics_of_shards(problem.statistics, per_shard, None, log_share)
+    _, _, entropy, *constants = changed(whole, lambda numbers: torch.where(valid, numbers, 0.0))
     expected, largest = None if entropy is None else 0.0 - entropy, None
     if "argmax" in others:
         largest = argmax_of_shards(others["max_logit"].detach(), others["argmax"].detach())
         largest = torch.where(valid, largest, -1)
-    lse = lse if of_tokens is None else of_tokens
-    return Rows(target_logit, lse, logit_sum, lse_rest, expected, largest, *constants)
+    pair = torch.where(valid[:, None], pair, 0.0)
+    return Rows(target_logit, pair, logit_sum, expected, largest, *constants)
 
 
 def rows_of_shard(
@@ -124,19 +123,24 @@ def rows_of_shard(
     own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
     results = Forward.applied(Forward.like(problem, **own))
     found = {made.name: numbers for made, numbers in zip(Forward.results, results)}
-    lse, lse_rest = found["lse"], found["lse_rest"]
+    pair = found["lse_pair"]
     others = {name: found[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
     for name in ("expected_log_prob", "log_sum_sq_probs"):
         if asked[name]:
-            others[name] = finite_in_empty_rows(others[name], lse)
+            others[name] = finite_in_empty_rows(others[name], pair)
     if asked["argmax"]:
-        others["argmax"] = (found["argmax"] + classes.start).to(lse.dtype)  # float32 counts exactly up to 2^24
+        others["argmax"] = (found["argmax"] + classes.start).to(pair.dtype)  # float32 counts exactly up to 2^24
         others["max_logit"] = found["max_logit"]
     if empty:
-        lse, lse_rest = 0.0 * finite_in_empty_rows(lse, lse) - torch.inf, torch.zeros_like(lse)
-        least = {"argmax": others["argmax"], "max_logit": torch.full_like(lse, -torch.inf)} if asked["argmax"] else {}
-        others = dict.fromkeys(others, lse_rest) | least
-    return ShardRows(lse, lse_rest, found["target_logit"], others)
+        pair = no_classes(finite_in_empty_rows(pair[:, 1], pair))
+        least = {"argmax": others["argmax"], "max_logit": pair.detach()[:, 0]} if asked["argmax"] else {}
+        others = dict.fromkeys(others, torch.zeros_like(pair[:, 0])) | least
+    return ShardRows(pair, found["target_logit"], others)
+
+
+def no_classes(numbers: Tensor) -> Tensor:  # (N,) -> (N, 2)
+    """The lse_pair of rows without classes. `numbers` are finite and have the graph that takes part in backward."""
+    return torch.stack([torch.full_like(numbers, -torch.inf), 0.0 * numbers], 1)
 
 
 def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> ShardRows:
@@ -158,18 +162,18 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
         weight[classes] if size and weight is not None else None,
     )
     own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
-    target_logit, lse, logit_sum, argmax, lse_rest = LogitsForward.applied(LogitsForward.like(problem, **own))
+    target_logit, pair, logit_sum, argmax = LogitsForward.applied(LogitsForward.like(problem, **own))
     if not size:  # this rank has no class
-        nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
-        target_logit, lse, logit_sum, lse_rest = nothing, nothing - torch.inf, nothing, torch.zeros_like(nothing)
+        target_logit = logit_sum = nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
+        pair = no_classes(nothing)
     others = {"logit_sum": logit_sum} if smoothed else {}
     if problem.statistics.argmax:
-        largest = lse.detach()  # -inf without classes
+        largest = pair.detach()[:, 0]  # -inf without classes
         if size:
-            largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(lse.dtype)
+            largest = logits.detach().gather(1, argmax.clamp(min=0)[:, None]).to(pair.dtype)
             largest = activate_with_slope(largest, problem.logits)[0].squeeze(1)
-        others |= {"argmax": (argmax + classes.start).to(lse.dtype), "max_logit": largest}
-    return ShardRows(lse, lse_rest, torch.where(here & problem.valid, target_logit, 0.0), others)
+        others |= {"argmax": (argmax + classes.start).to(pair.dtype), "max_logit": largest}
+    return ShardRows(pair, torch.where(here & problem.valid, target_logit, 0.0), others)
 
 
 def one_pass_applies(layout: Layout, problem: TokenLosses) -> bool:

@@ -116,8 +116,8 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         return vocab_parallel_rows(layout, problem)
     asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
-        target_logit, lse, logit_sum, largest, lse_rest = LogitsForward.applied(LogitsForward.like(problem, **asked))
-        return Rows(target_logit, lse, logit_sum, lse_rest, argmax=largest)
+        target_logit, pair, logit_sum, argmax = LogitsForward.applied(LogitsForward.like(problem, **asked))
+        return Rows(target_logit, pair, logit_sum, argmax=argmax)
     return Rows.of_forward(Forward.applied(Forward.like(problem, **asked)))
 
 

@@ -88,7 +88,7 @@ def losses_of_rows(
     reads, valid, target = function.reads, problem.valid, problem.operands.target
     rows = rows_of(layout, replace(problem, statistics=Statistics(entropy="entropy" in reads)))
     counts = target != problem.ignore_index
-    log_probs = log_probs_of_targets(counts, rows.target_logit, rows.lse, rows.lse_rest)
+    log_probs = log_probs_of_targets(counts, rows.target_logit, rows.lse_pair)
     beside = {"lse": rows.lse}
     if "entropy" in reads:
         beside["entropy"] = 0.0 - rows.expected_log_prob

@@ -1,7 +1,6 @@
 """For rows whose classes are spread over ranks: combines the numbers of the shards."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from ..support.exchange import all_gather
 from ..support.integers import cdiv
 from .options import Statistics, TokenStatistics, changed
-from .statistics import statistics_of_shards, two_sum
+from .statistics import lse_of_pair, statistics_of_shards
 from .topk import in_columns, tokens_that_count
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it
@@ -28,21 +27,16 @@ def lse_of_shards(
     return largest + log(exp(lse - largest).sum(0))
 
 
-def log_shares(
-    lses: Tensor,  # (R, N), as is the next
-    rests: Tensor,  # what their rounding took from them
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns lse, what its rounding took from it, (N,) each, and lse_r - lse, (R, N): the log of each rank's part of
-    the softmax's denominator.
-
-    At logits of 3000 a rounded lse is off by 1e-4. Without the rests the shares would be off by as much.
+def log_shares(references: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:  # (R, N) each, of each rank's lse_pair
+    """Returns the lse_pair of whole rows, (N, 2), and lse_r - lse, (R, N): the log of each rank's part of the softmax's
+    denominator.
     """
-    largest = lses.detach().amax(0)
+    references = references.detach()
+    largest = references.amax(0)
     largest = torch.where(largest.isinf(), 0.0, largest)
-    distance = (lses - largest) + rests
+    distance = (references - largest) + log_sums
     log_sum = distance.exp().sum(0).log()
-    lse, rest = two_sum(largest, log_sum)
-    return lse, rest.detach(), distance - log_sum
+    return torch.stack([largest, log_sum], -1), distance - log_sum
 
 
 def log_denominator(
@@ -118,19 +112,18 @@ class Exchange:
         own: TokenStatistics,
         valid: Tensor,
         results: Sequence[Tensor],
-        lse_rest: Tensor | None = None,  # (N,), what the rounding of own.lse took from it
     ) -> None:
         """Combines `own`, made by statistics_of_shard, and fills in `results`, the statistics after the argmax. This
         takes one more exchange between the ranks.
         """
         if own.lse is None:
             return
-        sent = [numbers for numbers in (*own, lse_rest) if numbers is not None]
-        gathered = iter(self.gather(torch.stack(sent)).unbind(1))
-        per_shard = changed(own, lambda _: next(gathered))
-        lses = cast(Tensor, per_shard.lse)
-        lse, _, log_share = log_shares(lses, next(gathered, torch.zeros_like(lses)))
-        whole = statistics_of_shards(asked, per_shard, lse, log_share)
+        others = own._replace(lse=None)
+        sent = [*own.lse.unbind(-1), *(numbers for numbers in others if numbers is not None)]
+        references, log_sums, *gathered = self.gather(torch.stack(sent)).unbind(1)
+        pair, log_share = log_shares(references, log_sums)
+        per_shard = changed(others, lambda _: gathered.pop(0))
+        whole = statistics_of_shards(asked, per_shard, lse_of_pair(pair), log_share)
         for result, found in zip(results, whole[1:], strict=True):
             if found is not None:
                 result.copy_(torch.where(valid, found, 0.0))
@@ -138,12 +131,14 @@ class Exchange:
 
 def statistics_of_shard(asked: Statistics, like: Tensor) -> TokenStatistics:  # (N,) each, to be filled in
     """Memory for the statistics that a rank sends the others. They include the rank's lse, because every statistic is
-    weighted by the rank's share of the probability. The argmax is not included; it is exchanged with each chunk.
+    weighted by the rank's share of the probability: its lse_pair, (N, 2). The argmax is not included; it is exchanged
+    with each chunk.
     """
     if not any(asked[1:]):
         return TokenStatistics()
     needed = asked._replace(argmax=False, lse=True)
-    return TokenStatistics(*(torch.empty_like(like) if wanted else None for wanted in needed))
+    found = TokenStatistics(*(torch.empty_like(like) if wanted else None for wanted in needed))
+    return found._replace(lse=like.new_empty(like.shape[0], 2))
 
 
 def target_columns(

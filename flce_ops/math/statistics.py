@@ -13,7 +13,7 @@ If ranks share the vocabulary, with s_r = exp(lse_r - lse) the part of the softm
     log_sum_sq_probs  log sum_r s_r^2 exp(log_sum_sq_probs_r)
     mean_logit        the sum of the ranks' parts
 
-The log-probabilities of targets follow from the same results. An lse comes with what its rounding took from it.
+The log-probabilities of targets follow from the same results.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .options import Statistics, TokenStatistics, changed
-from .topk import repeats
+from .topk import beside_topk, repeats
 
 # N tokens, K classes of a target (..., K), R ranks that share the vocabulary
 
@@ -33,9 +33,8 @@ class Rows(NamedTuple):
     """The numbers of rows of logits, (N,) each; None or (0,) if not requested."""
 
     target_logit: Tensor  # (N, K) with a target (N, K)
-    lse: Tensor
+    lse_pair: Tensor  # (N, 2)
     logit_sum: Tensor | None  # sum_j w_j (z_j - lse), where lse counts as a constant
-    lse_rest: Tensor | None = None  # what the rounding of lse took from it
     expected_log_prob: Tensor | None = None
     argmax: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
@@ -44,13 +43,16 @@ class Rows(NamedTuple):
     @classmethod
     def of_forward(cls, results: Sequence[Tensor]) -> "Rows":
         """From the results of a forward operator of a head."""
-        target_logit, lse, logit_sum, expected, _, *others, lse_rest, _ = results
-        return cls(target_logit, lse, logit_sum, lse_rest, expected, *others)
+        return cls(*results[:4], *results[5:-1])
+
+    @property
+    def lse(self) -> Tensor:  # (N,)
+        return lse_of_pair(self.lse_pair)
 
     def statistics(self, asked: Statistics) -> TokenStatistics:
         """The requested statistics, detached."""
         entropy = 0.0 - self.expected_log_prob if asked.entropy else None  # a difference, so that no entropy is -0
-        found = (self.argmax, self.lse, entropy, self.log_sum_sq_probs, self.mean_logit)
+        found = (self.argmax, self.lse if asked.lse else None, entropy, self.log_sum_sq_probs, self.mean_logit)
         return changed(TokenStatistics.found(asked, found), torch.Tensor.detach)
 
 
@@ -69,7 +71,7 @@ def asked_of_rows(problem: Any) -> dict[str, bool]:
 def statistics_of_shards(
     asked: Statistics,
     per_shard: TokenStatistics,  # (R, N) each: entropy, log_sum_sq_probs and mean_logit, as far as they are requested
-    lse: Tensor,  # (N,), of the whole rows
+    lse: Tensor | None,  # (N,), of the whole rows; None if it is not asked for
     log_share: Tensor,  # (R, N): lse_r - lse
 ) -> TokenStatistics:  # (N,)
     """Only the entropy has a derivative."""
@@ -85,40 +87,25 @@ def statistics_of_shards(
     return TokenStatistics(None, lse if asked.lse else None, entropy, squares, mean_logit)
 
 
-def two_sum(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rounded sum, and what rounding took from it (Knuth's two-sum). The second is 0 if the sum is not
-    finite.
+def lse_of_pair(pair: Tensor) -> Tensor:  # (..., 2) -> (...)
+    return pair[..., 0].detach() + pair[..., 1]
 
-    In float32 an lse of 1000 has an error of 3e-5, and every probability exp(z - lse) of its row would inherit that
-    error.
+
+def surprisal(target_logit: Tensor, pair: Tensor) -> Tensor:  # (N,) or (N, K), (N, 2) -> as target_logit
+    """lse - target_logit, which is -log p of the target. It cannot be negative: a negative number is a rounding error
+    of target_logit and becomes 0.
     """
-    total = large + small
-    part = total - large
-    rest = (large - (total - part)) + (small - part)
-    return total, rest.nan_to_num(0.0)
-
-
-def surprisal(target_logit: Tensor, lse: Tensor, lse_rest: Tensor | None) -> Tensor:  # (N,) or (N, K), as target_logit
-    """lse - target_logit, which is -log p of the target. `lse_rest` is what the rounding of lse took from it.
-
-    If lse_rest is given, lse covers all classes, the target among them, so the exact result cannot be negative. A
-    negative number is then a rounding error of target_logit and becomes 0.
-    """
-    several = target_logit.dim() > lse.dim()
-    distance = (lse.unsqueeze(-1) if several else lse) - target_logit
-    if lse_rest is None:
-        return distance
-    distance = distance + (lse_rest.unsqueeze(-1) if several else lse_rest)
+    reference, log_sum = (beside_topk(number, target_logit) for number in pair.unbind(-1))
+    distance = (reference.detach() - target_logit) + log_sum
     return distance - distance.detach().clamp(max=0.0)
 
 
 def log_probs_of_targets(
     counts: Tensor,  # (...) or (..., K) bool: False if ignored
     target_logit: Tensor,  # (...) or (..., K)
-    lse: Tensor,  # (...)
-    lse_rest: Tensor | None,  # what the rounding of lse took from it
+    pair: Tensor,  # (..., 2)
 ) -> Tensor:  # as target_logit
-    return torch.where(counts, -surprisal(target_logit, lse, lse_rest), 0.0)
+    return torch.where(counts, -surprisal(target_logit, pair), 0.0)
 
 
 def log_probs_of_rows(
@@ -135,7 +122,7 @@ def log_probs_of_rows(
     counts, lse = target != ignore_index, rows.lse
     of_one_class = target.dim() == lse.dim()
     valid = counts if of_one_class else counts.any(-1)
-    log_probs = log_probs_of_targets(counts, rows.target_logit, lse, rows.lse_rest)
+    log_probs = log_probs_of_targets(counts, rows.target_logit, rows.lse_pair)
     of_tail = nothing = lse.new_zeros(0)
     if tail:
         by_target = (log_probs, target, counts)

@@ -11,7 +11,7 @@ from ..math.options import Cotangents, LogitOperands, LogitOptions, Operands, St
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
 from ..objectives.cross_entropy import LossOptions
-from .call import ZERO_COLUMN, Arguments, Result, class_index, gradients, scalar, token, topk
+from .call import Arguments, Result, class_index, gradients, lse_pair, scalar, token, topk
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
@@ -31,14 +31,13 @@ class Forward(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_forward"
     results = (
         topk("target_logit"),
-        token("lse"),
+        lse_pair("lse_pair"),
         token("logit_sum", "logit_sum"),
         token("expected_log_prob", "expected_log_prob"),
         token("max_logit", "argmax"),
         class_index("argmax", "argmax"),
         token("log_sum_sq_probs", "log_sum_sq_probs"),
         token("mean_logit", "mean_logit"),
-        token("lse_rest"),
         Result("retained", attrgetter("retain", "operands.saved_columns"), at_ignored=None, dtype=torch.int16),
     )
 
@@ -64,7 +63,7 @@ class Backward(Arguments, keyword_from="ignore_index"):
 
     cotangents: Cotangents
     operands: Operands
-    lse: Tensor  # (N,)
+    lse_pair: Tensor  # (N, 2)
     ignore_index: int = -100
     logits: LogitOptions
     vocab_start: SymInt = 0
@@ -72,7 +71,6 @@ class Backward(Arguments, keyword_from="ignore_index"):
     scale_gradient: bool = False  # whether the gradient of logit_scale is wanted
     grad_expected_log_prob: Tensor | None = None  # (N,)
     expected_log_prob: Tensor | None = None  # (N,)
-    lse_rest: Tensor | None = None  # (N,), what the rounding of lse took from it
     retained: Tensor | None = None  # (R, ...), the logits that forward saved
     sparse: SparseGradient
     batch_invariant: bool = False  # the bits of a row of grad_input must not depend on other tokens
@@ -125,10 +123,9 @@ class LogitsForward(Arguments, keyword_from="ignore_index"):
     op = "cross_entropy_forward"
     results = (
         token("target_logit"),
-        token("lse"),
+        lse_pair("lse_pair"),
         token("logit_sum", "logit_sum"),
         class_index("argmax", "argmax"),
-        token("lse_rest"),
     )
 
     operands: LogitOperands
@@ -144,8 +141,7 @@ class LogitsBackward(Arguments, keyword_from="ignore_index"):
 
     cotangents: Cotangents
     operands: LogitOperands
-    lse: Tensor  # (N,)
-    lse_rest: Tensor  # (N,), what the rounding of lse took from it
+    lse_pair: Tensor  # (N, 2)
     ignore_index: int = -100
     logits: LogitOptions
 
@@ -172,10 +168,6 @@ class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
     written = "logits"
 
 
-def shape_of_teacher_shift(operands: KlDivOperands) -> tuple[int, int]:
-    return 2, operands.input.shape[0] if operands.teacher_probs is None else 0
-
-
 class KlDiv(Arguments):
     @property
     def logits(self) -> LogitOptions:
@@ -183,16 +175,11 @@ class KlDiv(Arguments):
 
 
 class KlDivForward(KlDiv, keyword_from="options"):
-    """A shift turns logits into log-probabilities. It is two numbers: the row's maximum over this rank's columns, and
-    the log of the softmax's denominator relative to that maximum. Their sum, lse, would lose digits in float32 at large
-    logits.
-    """
-
     op = "linear_kl_div_forward"
     results = (
         token("divergence"),
-        Result("shift", lambda call: (2, call.operands.input.shape[0]), at_ignored=ZERO_COLUMN),
-        Result("teacher_shift", lambda call: shape_of_teacher_shift(call.operands), at_ignored=ZERO_COLUMN),
+        lse_pair("lse_pair"),
+        lse_pair("teacher_lse_pair", lambda call: call.operands.teacher_probs is None),
         Result("student_kl", asked=lambda call: call.options.of_student),
     )
 
@@ -206,8 +193,8 @@ class KlDivBackward(KlDiv, keyword_from="options"):
 
     grad: Tensor  # (N,)
     operands: KlDivOperands
-    shift: Tensor  # (2, N); this and the next two come from forward
-    teacher_shift: Tensor
+    lse_pair: Tensor  # (N, 2); this and the next two come from forward
+    teacher_lse_pair: Tensor
     student_kl: Tensor
     options: KlDivOptions
     output_mask: OutputMask

@@ -14,6 +14,7 @@ A kind of result says how the result appears in the schema, how it is allocated,
 
 scalar     ()                token        (N,), or (0,) if not requested
 topk       (N,) or (N, K)    class_index  (N,) int64
+lse_pair   (N, 2)
 gradient   of an operand, or (0,) if output_mask does not want it
 """
 
@@ -44,14 +45,6 @@ REQUIRED = object()
 # N tokens, K classes of a target, D hidden, V vocabulary
 
 
-class AtIgnored(NamedTuple):
-    """For a result with an entry for each token: its value at ignored tokens."""
-
-    fill: float
-    dim: int = 0  # the dimension of tokens
-
-
-ZERO, NO_CLASS, ZERO_COLUMN = AtIgnored(0.0), AtIgnored(-1), AtIgnored(0.0, dim=1)
 BY_TOKEN = ("input", "logits")  # operands (N, ...) that may have a gradient
 
 
@@ -60,7 +53,7 @@ class Result(NamedTuple):
     shape: Callable[[Any], Sequence[int]] | tuple[()] | None = None  # of a call; None: (N,), or the operand's shape
     # Whether a call requests it, otherwise it is (0,). None: always requested. An integer: a place in output_mask.
     asked: Callable[[Any], Any] | int | None = None
-    at_ignored: AtIgnored | None = ZERO  # None: it has no entry for each token
+    at_ignored: float | None = 0.0  # its value at ignored tokens; None: it has no entry for each token
     dtype: torch.dtype | None = None  # None: the accumulation dtype, or the operand's
     operand: str = ""  # for a gradient: the name of its operand
 
@@ -80,7 +73,15 @@ def token(name: str, asked_by: str = "") -> Result:
 
 
 def class_index(name: str, asked_by: str) -> Result:
-    return token(name, asked_by)._replace(at_ignored=NO_CLASS, dtype=torch.int64)
+    return token(name, asked_by)._replace(at_ignored=-1.0, dtype=torch.int64)
+
+
+def lse_pair(name: str, asked: Callable[[Any], Any] | None = None) -> Result:
+    """Two numbers whose sum is lse: a reference near the row's maximum, and the log of the softmax's denominator
+    relative to it. In float32 an lse of 1000 has an error of 3e-5, and every probability exp(z - lse) would have it,
+    too. The reference counts as a constant: the derivative of lse is the one of the second number.
+    """
+    return Result(name, lambda call: (call.operands[0].shape[0], 2), asked)
 
 
 def topk(name: str, asked_by: str = "") -> Result:
@@ -91,7 +92,7 @@ def gradients(*operands: str) -> tuple[Result, ...]:
     """The gradients of operands, in the order of an output_mask."""
 
     def of(operand: str, place: int) -> Result:
-        at_ignored = ZERO if operand in BY_TOKEN else None
+        at_ignored = 0.0 if operand in BY_TOKEN else None
         return Result(f"grad_{operand}", None, place, at_ignored, operand=operand)
 
     return tuple(of(operand, place) for place, operand in enumerate(operands))
@@ -136,7 +137,7 @@ class Arguments:
     tensor_places: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     lists: ClassVar[list[int]]  # indices of arguments that are lists
     tensor_lists: ClassVar[list[int]]  # of tensors
-    fills: ClassVar[tuple[AtIgnored | None, ...]]  # for each result, its value at ignored tokens
+    fills: ClassVar[tuple[float | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
     made_at: ClassVar[list[int]]  # the places of these results
 

@@ -23,11 +23,10 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 AXES = {  # aten/valid_tokens.py finds the tensors with rows of tokens by it, too
     **{"input": "ND", "linear_weight": "VD", "linear_bias": "V", "weight": "V", "logits": "NV", "target": "N"},
     **{"teacher_input": "NE", "teacher_weight": "VE", "teacher_bias": "V", "teacher_probs": "NV", "valid": "N"},
-    **dict.fromkeys(
-        ("lse", "lse_rest", "expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"
-    ),
+    **dict.fromkeys(("expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"),
     **dict.fromkeys((*Cotangents._fields, "target_weight"), "N"),
     "main_grad": "VD",
+    "lse_pair": "N2",
 }
 BY_CLASS = ("target", "target_weight", "grad_target_logit")  # (N, K) if a head's target names K classes of a token
 
@@ -70,7 +69,7 @@ def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # p
 
 def check_shapes(call: Any) -> None:
     values, device = call.values(), call.operands[0].device
-    sizes: dict[str, int] = {}
+    sizes = {"2": 2}
     for place, name, axes, most in checked(call.__class__):
         tensor = values[place]
         if tensor is None or (name == "weight" and vars(call).get("group") is not None):  # of all ranks

@@ -125,8 +125,8 @@ def cross_entropy_of_call(
 
 def losses_of_rows(problem: TokenLosses, num_classes: int, rows: Rows) -> Tensor:  # (N,)
     """Losses that autograd differentiates; 0 for ignored tokens. num_classes is V, over all shards."""
-    objective = cross_entropy_of_call(problem, problem.operands, num_classes, rows.lse.dtype)
-    distance = surprisal(rows.target_logit, rows.lse, rows.lse_rest)
+    objective = cross_entropy_of_call(problem, problem.operands, num_classes, rows.lse_pair.dtype)
+    distance = surprisal(rows.target_logit, rows.lse_pair)
     logit_sum = rows.logit_sum if problem.loss.label_smoothing else None
     losses, _ = objective.losses_and_slopes(distance, rows.lse, logit_sum)
     return torch.where(problem.valid, losses, 0.0)

@@ -1,7 +1,7 @@
 """What the operators of a head save for backward, and what backward calls. Nothing here computes a
 logit. Only autograd holds what is saved, so saved logits are freed after backward, and kept under retain_graph.
 
-forward            saves its arguments, lse, saved logits                    <- backward
+forward            saves its arguments, lse_pair, saved logits                    <- backward
 with_grad          saves its arguments, the gradients made in the same pass  <- multiplies them by one scalar:
                                                                                 made_in_forward.py
 backward           saves its arguments                                       <- the plain formula: second_order.py
@@ -24,7 +24,7 @@ from .second_order import second_derivatives
 class ForwardFunction(OperatorFunction):
     arguments = Forward
     learns = ("logit_scale",)
-    with_derivative = ("target_logit", "lse", "logit_sum", "expected_log_prob")
+    with_derivative = ("target_logit", "lse_pair", "logit_sum", "expected_log_prob")
 
     @classmethod
     def with_gradient(cls, values):
@@ -34,25 +34,25 @@ class ForwardFunction(OperatorFunction):
 
     @classmethod
     def for_backward(cls, ctx, values, results):
-        _, lse, _, expected_log_prob, *_, lse_rest, retained = results
+        _, pair, _, expected_log_prob, *_, retained = results
         buffer = Forward.index["main_grad"]
         # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
         ctx.main_grad, values[buffer] = values[buffer], None
-        return lse, expected_log_prob, lse_rest, *([retained] if saves_logits(values[Forward.index["retain"]]) else [])
+        return pair, expected_log_prob, *([retained] if saves_logits(values[Forward.index["retain"]]) else [])
 
     @classmethod
     def gradients(cls, ctx, values, saved, *cotangents):
         call = Forward.of(values)
-        lse, expected_log_prob, lse_rest, *retained = saved
-        *of_loss, grad_expected_log_prob = cotangents[:4]
+        pair, expected_log_prob, *retained = saved
+        grad_target_logit, grad_pair, grad_logit_sum, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
             refuse_hole("linear_log_probs", "sparse entropy")
         if not (call.expected_log_prob and (grad_expected_log_prob is not None or call.batch_invariant)):
             expected_log_prob = None
         if call.vocab_size is not None and call.operands.linear_bias is not None:
             if expected_log_prob is not None:
-                expected_log_prob = finite_in_empty_rows(expected_log_prob, lse)
-            lse = finite_in_empty_rows(lse, lse)
+                expected_log_prob = finite_in_empty_rows(expected_log_prob, pair)
+            pair = finite_in_empty_rows(pair.T, pair).T
         *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
         if ctx.main_grad is not None and mask[1]:
@@ -62,13 +62,12 @@ class ForwardFunction(OperatorFunction):
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
         values = backward.like(
             call,
-            cotangents=Cotangents(*of_loss),
-            lse=lse,
+            cotangents=Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum),
+            lse_pair=pair,
             output_mask=mask,
             scale_gradient=scale_gradient,
             grad_expected_log_prob=grad_expected_log_prob,
             expected_log_prob=expected_log_prob,
-            lse_rest=lse_rest,
             retained=retained[0] if retained else None,
             **into,
         )
@@ -85,11 +84,15 @@ def saves_logits(retain: int | SymInt) -> bool:
     return isinstance(retain, SymInt) or retain > 0
 
 
-def finite_in_empty_rows(numbers: Tensor, lse: Tensor) -> Tensor:  # (N,), of a vocabulary shard
+def of_lse(grad_pair: Tensor | None) -> Tensor | None:  # (N, 2) -> (N,)
+    return None if grad_pair is None else grad_pair[:, 1]
+
+
+def finite_in_empty_rows(numbers: Tensor, pair: Tensor) -> Tensor:  # (..., N) and (N, 2), of a vocabulary shard
     """Replaces -inf by 0. A bias of -inf may switch off all classes of one shard: exp(-inf - lse) must be 0 there, not
     nan.
     """
-    return numbers.masked_fill(lse == -torch.inf, 0.0)
+    return numbers.masked_fill(pair[:, 1] == -torch.inf, 0.0)
 
 
 class BackwardFunction(OperatorFunction):

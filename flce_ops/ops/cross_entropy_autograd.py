@@ -17,6 +17,7 @@ from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, Logi
 from ..support.holes import refuse_hole
 from ..support.running import running
 from ..support.torch_private import functorch_is_active, has_hooks, root_of
+from .autograd import of_lse
 from .function import OperatorFunction, save
 from .made_in_forward import MadeInForward
 from .second_order import second_derivatives
@@ -36,17 +37,16 @@ ASKED_AFTERWARDS = (
 class ForwardFunction(OperatorFunction):
     arguments = LogitsForward
     function = "cross_entropy"
-    with_derivative = ("target_logit", "lse", "logit_sum")
+    with_derivative = ("target_logit", "lse_pair", "logit_sum")
 
     @classmethod
     def for_backward(cls, ctx, values, results):
-        _, lse, _, _, lse_rest = results
-        return lse, lse_rest
+        return (results[1],)
 
     @classmethod
-    def gradients(cls, ctx, values, saved, *cotangents):
-        rows = {"cotangents": Cotangents(*cotangents[:3]), "lse": saved[0], "lse_rest": saved[1]}
-        values = LogitsBackward.like(LogitsForward.of(values), **rows)
+    def gradients(cls, ctx, values, saved, grad_target_logit, grad_pair, grad_logit_sum, *_):
+        cotangents = Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum)
+        values = LogitsBackward.like(LogitsForward.of(values), cotangents=cotangents, lse_pair=saved[0])
         return {"logits": LogitsBackward.dispatched(values)}
 
 

@@ -38,8 +38,8 @@ class ForwardFunction(KlDivFunction):
     @classmethod
     def gradients(cls, ctx, values, saved, grad_divergence, *_):
         *mask, scale_gradient = wanted(ctx, KlDivForward, *KlDivBackward.made)
-        *divergence, shift, teacher_shift, student_kl = saved
-        rows = {"shift": shift, "teacher_shift": teacher_shift, "student_kl": student_kl}
+        *divergence, pair, teacher_pair, student_kl = saved
+        rows = {"lse_pair": pair, "teacher_lse_pair": teacher_pair, "student_kl": student_kl}
         rows["divergence"] = divergence[0] if divergence else None
         asked = {"output_mask": mask, "scale_gradient": scale_gradient}
         gradients = KlDivBackward.dispatched(

@@ -39,7 +39,7 @@ def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[s
         return pull({name: leaves[name].to(of.dtype) for name, of in found.items()})[0]
 
     wanted = {name: leaf for name, leaf in fixed.items() if leaf.requires_grad}
-    with torch.autocast(call.lse.device.type, enabled=False):
+    with torch.autocast(call.lse_pair.device.type, enabled=False):
         return torch.func.vjp(gradients, wanted)[1](along)[0]
 
 

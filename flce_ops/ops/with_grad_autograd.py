@@ -51,18 +51,18 @@ class WithGradFunction(MadeInForward):
         smoothed = of_cross_entropy and call.loss.label_smoothing != 0.0
         found = Forward.dispatched(Forward.like(call, operands=operands, logit_sum=smoothed))
         rows, retained = Rows.of_forward(found), found[-1]
-        valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse.dtype
+        valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse_pair.dtype
         if of_cross_entropy:
             objective = cross_entropy_of_call(call, operands, operands.num_classes, dtype)
-            surprisals = surprisal(rows.target_logit, rows.lse, rows.lse_rest)
+            surprisals = surprisal(rows.target_logit, rows.lse_pair)
         else:
             counts = operands.target != call.ignore_index
-            surprisals = -log_probs_of_targets(counts, rows.target_logit, rows.lse, rows.lse_rest)
+            surprisals = -log_probs_of_targets(counts, rows.target_logit, rows.lse_pair)
             tensors = tuple(zero_where(~valid, tensor) for tensor in call.tensors)
             objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
         losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, rows.logit_sum if smoothed else None)
         scale = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)
-        known = {"lse": rows.lse, "lse_rest": rows.lse_rest, "retained": retained if retained.shape[0] else None}
+        known = {"lse_pair": rows.lse_pair, "retained": retained if retained.shape[0] else None}
         gradients = Backward.dispatched(Backward.like(call, cotangents=cotangents, operands=operands, **known))
         return gradients, torch.where(valid, losses, 0.0)

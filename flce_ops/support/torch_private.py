@@ -44,9 +44,6 @@ assert_when_it_runs = torch._check
 # True inside torch.func transforms (grad, vmap, jacrev, ...), whose backward always builds a graph.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
-# True for the batches of torch.autograd.grad(is_grads_batched=True), which runs its own vmap.
-is_batched = torch._C._functorch.is_legacy_batchedtensor
-
 # True when the running backward was asked to retain its graph, so that saved tensors may be read again.
 graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -127,11 +124,20 @@ def comes_from_outside_a_traced_graph(tensor: torch.Tensor) -> bool:
 def with_unwrapped(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, and what each transform of torch.func has wrapped in it."""
     found = [tensor]
+    while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
+        found.append(inner)
+    return found
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """True for the batches of torch.autograd.grad(is_grads_batched=True), which runs its own vmap. A batch has no
+    memory that one of its entries could be written into.
+    """
     try:
-        while True:
-            found.append(torch._C._functorch.get_unwrapped(found[-1]))
-    except RuntimeError:  # no wrapper is left
-        return found
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return True
+    return False
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

@@ -31,7 +31,6 @@ logger = logging.getLogger("flce_ops")
 TOKENS = (1, 65536)
 # Arguments whose first dimension is classes. The first dimension of all others is tokens.
 OF_CLASSES = {"linear_weight", "linear_bias", "weight", "main_grad", "teacher_weight", "teacher_bias"}
-OF_PAIRS = {"shift", "teacher_shift"}  # (2, N)
 _compiled: set[Hashable] = set()  # (device, kind) of calls
 
 
@@ -106,9 +105,7 @@ def of_tokens(call: Arguments, tokens: int, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     shape, stride = list(value.shape), value.stride()
-    if name in OF_PAIRS:
-        shape, stride = [2, tokens], (tokens, 1)
-    elif name == "retained":
+    if name == "retained":
         shape[0] = min(tokens, rows_to_retain(shape[1]))
     elif shape and name not in OF_CLASSES:
         shape[0] = tokens
@@ -144,7 +141,7 @@ def places_of(arguments: Any) -> tuple[list[tuple[int, int]], list[int]]:
     for index, argument in enumerate(arguments.arguments):
         name = argument.name
         if index in arguments.tensor_places:
-            tensors.append((index, 0 if name in OF_CLASSES else 2 if name in OF_PAIRS else 1))
+            tensors.append((index, 0 if name in OF_CLASSES else 1))
         elif argument.type == "float" or name == "retain":
             numbers.append(index)
     return tensors, numbers

@@ -75,11 +75,11 @@ def test_forward_of_a_vocabulary_shard(device):
 def test_backward(device, options, wanted, dtype):
     inputs = example(device, dtype, wanted, bias=bool(options), weight=bool(options))
     with torch.no_grad():
-        _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, **scalars(options, device))
-    cotangents = [torch.randn_like(lse).requires_grad_() for _ in range(3)]
+        _, pair, *_ = flce.linear_cross_entropy_forward(*inputs.args, inputs.weight, **scalars(options, device))
+    cotangents = [torch.randn_like(pair[:, 0]).requires_grad_() for _ in range(3)]
     if not options:
         cotangents[2] = None
-    args = (*cotangents, *inputs.args, inputs.weight, lse)
+    args = (*cotangents, *inputs.args, inputs.weight, pair)
     options = {"output_mask": [True, True, bool(options)], **scalars(options, device)}
     opcheck(flce.linear_cross_entropy_backward.default, args, options)
 
@@ -88,9 +88,16 @@ def test_backward(device, options, wanted, dtype):
 def test_backward_into_a_buffer(device, dtype):
     inputs = example(device, dtype, bias=True)
     with torch.no_grad():
-        _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args, None)
+        _, pair, *_ = flce.linear_cross_entropy_forward(*inputs.args, None)
     main_grad = torch.randn(inputs.linear_weight.shape, device=device)
-    args = (torch.randn_like(lse), torch.randn_like(lse), None, *(t.detach() for t in inputs.args), None, lse)
+    args = (
+        torch.randn_like(pair[:, 0]),
+        torch.randn_like(pair[:, 0]),
+        None,
+        *(t.detach() for t in inputs.args),
+        None,
+        pair,
+    )
     options = {"output_mask": [True, True, True], "main_grad": main_grad}
     opcheck(flce.linear_cross_entropy_backward_.default, args, options)
 

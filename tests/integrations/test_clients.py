@@ -32,9 +32,6 @@ def check_same_parameters(ours: nn.Module, theirs: nn.Module, start: nn.Module) 
         torch.testing.assert_close(our, their, rtol=0, atol=1e-4 * change)
 
 
-# ---------------------------------------------------------------- Lightning
-
-
 # ---------------------------------------------------------------- plain loops
 
 

@@ -60,13 +60,6 @@ def test_patched_is_over_after_an_exception():
     assert has_logits(model(**make_batch()))
 
 
-def test_patching_twice_is_patching_once():
-    model = make_model()
-    patch(model), patch(model)
-    unpatch(model)
-    assert has_logits(model(**make_batch()))
-
-
 @pytest.mark.parametrize("kind", ["model", "class"])
 def test_patched_leaves_patched_what_was_patched_before(kind):
     model = make_model()

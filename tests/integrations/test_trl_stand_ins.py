@@ -156,8 +156,7 @@ def test_a_divergence_without_valid_tokens_is_zero_and_so_are_its_gradients():
     student, weight = torch.randn(1, 7, 24, requires_grad=True), torch.randn(VOCAB, 24, requires_grad=True)
     teacher, teacher_weight, mask = torch.randn(1, 7, 32), torch.randn(VOCAB, 32), torch.zeros(1, 7, dtype=torch.long)
     loss, entropy, count = chunked_divergence_loss(
-        *(student, teacher, weight, teacher_weight, mask, 0.3, None, None, None),
-        *(1.0, 1.0, None, None, 1.0),
+        *(student, teacher, weight, teacher_weight, mask, 0.3, None, None, None), *(1.0, 1.0, None, None, 1.0)
     )
     loss.backward()
     assert loss == 0 and entropy == 0 and count == 0

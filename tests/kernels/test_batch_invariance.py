@@ -15,7 +15,7 @@ import flce_ops
 from benchmarks.batch_invariance import bits, draw_pool
 from benchmarks.shapes import Shape
 from flce_ops.aten.chunks import cut
-from flce_ops.math.statistics import log_probs_of_targets
+from flce_ops.math.statistics import log_probs_of_targets, lse_of_pair
 from flce_ops.triton import launch_forward, launch_with_grad
 from flce_ops.triton.steps.chunks import best_chunking
 
@@ -103,8 +103,8 @@ def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, m
         valid = pool.target >= 0
         pool.input[valid] = 10 * pool.linear_weight[pool.target[valid]]
     tensors = (pool.input, pool.linear_weight, pool.target, None)
-    target_logit, lse, *_, argmax, squares, mean_logit, rest, _ = launch_forward(*tensors, **OF_ROWS)
-    log_probs = log_probs_of_targets(pool.target >= 0, target_logit, lse, rest)
+    target_logit, pair, *_, argmax, squares, mean_logit, _ = launch_forward(*tensors, **OF_ROWS)
+    log_probs = log_probs_of_targets(pool.target >= 0, target_logit, pair)
     of_policy = dict(zip(("function", "tensors"), function_of_policy(pool._asdict())))
     entropies = []
     for nbytes in (None, 1 << 16):
@@ -114,7 +114,7 @@ def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, m
             assert flce_ops.last_path().chunks == (2 if nbytes else 1)
             policy = launch_with_grad(*tensors, None, None, **of_policy, **MASK)
         of_one_pass = (metrics[0], metrics[1], *metrics[3:5], policy[10])
-        for found, exact in zip(of_one_pass, (argmax, lse, squares, mean_logit, log_probs), strict=True):
+        for found, exact in zip(of_one_pass, (argmax, lse_of_pair(pair), squares, mean_logit, log_probs), strict=True):
             assert torch.equal(found, exact)
     best_chunking.cache_clear()
     assert all(torch.equal(found, other) for found, other in zip(*entropies, strict=True))

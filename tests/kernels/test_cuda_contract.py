@@ -228,23 +228,33 @@ def test_work_stays_on_the_current_stream(reduction, dtype):
 
 # --- targets out of range ---
 
-OUT_OF_RANGE = """
+ASSERTED = """
 import torch, flce_ops
 from benchmarks.busy_device import keep_busy
 torch.cuda.set_sync_debug_mode("error")
 keep_busy(0)  # compiles
 x = torch.randn(40, 16, device="cuda", dtype=torch.{dtype}, requires_grad={gradient})
 w = torch.randn(31, 16, device="cuda", dtype=torch.{dtype})
-t = torch.randint(31, (40,), device="cuda")
-flce_ops.linear_cross_entropy(x, w, t, reduction="{reduction}")  # compiles
-t[7:8].fill_({bad})
+given = dict(target=torch.randint(31, (40,), device="cuda"), {options})
+flce_ops.linear_cross_entropy(x, w, **given)  # compiles
+{spoil}
 keep_busy(1000)  # a second: the host is done with the launches before the device reaches the assert
-loss = flce_ops.linear_cross_entropy(x, w, t, reduction="{reduction}")
+loss = flce_ops.linear_cross_entropy(x, w, **given)
 print("no synchronisation yet", flush=True)
 torch.cuda.set_sync_debug_mode("default")
 torch.cuda.synchronize()
 print("a silent number", loss.sum().item(), flush=True)
 """
+
+
+def assert_refused_on_the_device(message, dtype, gradient, options, spoil):
+    script = ASSERTED.format(dtype=dtype, gradient=gradient, options=options, spoil=spoil)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode != 0
+    assert "a silent number" not in done.stdout
+    assert "no synchronisation yet" in done.stdout, "the host waited for the device\n" + done.stderr
+    assert message in done.stderr
+    assert "device-side assert" in done.stderr
 
 
 @pytest.mark.parametrize("bad", [31, -1, 2**32 + 1])
@@ -252,50 +262,22 @@ print("a silent number", loss.sum().item(), flush=True)
     "dtype, reduction, gradient", [("bfloat16", "mean", True), ("bfloat16", "none", False), ("float32", "mean", True)]
 )
 def test_target_out_of_range_is_a_device_assert_with_a_message(dtype, reduction, gradient, bad):
-    script = OUT_OF_RANGE.format(dtype=dtype, reduction=reduction, gradient=gradient, bad=bad)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode != 0
-    assert "a silent number" not in done.stdout
-    assert "no synchronisation yet" in done.stdout, "the host waited for the device\n" + done.stderr
-    assert "flce_ops: expected target in [0, 31)" in done.stderr
-    assert "device-side assert" in done.stderr
+    spoil, message = f'given["target"][7:8].fill_({bad})', "flce_ops: expected target in [0, 31)"
+    assert_refused_on_the_device(message, dtype, gradient, f'reduction="{reduction}"', spoil)
 
 
-VALUE = """
-import torch, flce_ops
-from benchmarks.busy_device import keep_busy
-torch.cuda.set_sync_debug_mode("error")
-keep_busy(0)  # compiles
-x = torch.randn(40, 16, device="cuda")
-w = torch.randn(31, 16, device="cuda")
-t = torch.randint(31, (40,), device="cuda")
-value = torch.{good}
-flce_ops.linear_cross_entropy(x, w, t, {name}=value, **{others})
-value.copy_(torch.{bad})
-keep_busy(1000)
-loss = flce_ops.linear_cross_entropy(x, w, t, {name}=value, **{others})
-print("no synchronisation yet", flush=True)
-torch.cuda.set_sync_debug_mode("default")
-torch.cuda.synchronize()
-print("a silent number", loss.sum().item(), flush=True)
-"""
-SPARSE = {"gradient_threshold": 2.0**-10}
+ORDER = 'gradient_threshold=2.0**-10, gradient_class_order=torch.arange(31, device="cuda")'
 VALUES = [
-    ("gradient_class_order", 'arange(31, device="cuda")', 'zeros(31, dtype=torch.int64, device="cuda")', SPARSE),
-    ("gradient_class_order", 'arange(31, device="cuda")', 'arange(1, 32, device="cuda")', SPARSE),
-    ("temperature", 'ones((), device="cuda")', 'zeros((), device="cuda")', {}),
+    ("gradient_class_order", ORDER, 'zeros(31, dtype=torch.int64, device="cuda")'),
+    ("gradient_class_order", ORDER, 'arange(1, 32, device="cuda")'),
+    ("temperature", 'temperature=torch.ones((), device="cuda")', 'zeros((), device="cuda")'),
 ]
 
 
-@pytest.mark.parametrize("name, good, bad, others", VALUES)
-def test_a_value_that_the_host_does_not_know_is_a_device_assert_with_a_message(name, good, bad, others):
-    script = VALUE.format(name=name, good=good, bad=bad, others=others)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode != 0
-    assert "a silent number" not in done.stdout
-    assert "no synchronisation yet" in done.stdout, "the host waited for the device\n" + done.stderr
-    assert f"linear_cross_entropy: expected {name} to be" in done.stderr
-    assert "device-side assert" in done.stderr
+@pytest.mark.parametrize("name, options, bad", VALUES)
+def test_a_value_that_the_host_does_not_know_is_a_device_assert_with_a_message(name, options, bad):
+    message = f"linear_cross_entropy: expected {name} to be"
+    assert_refused_on_the_device(message, "float32", False, options, f'given["{name}"].copy_(torch.{bad})')
 
 
 # --- memory ---

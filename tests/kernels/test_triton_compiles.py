@@ -85,8 +85,8 @@ def token(function, *tensors, target=target):
 def rows(**options):
     options = {"expected_log_prob": True, **options}
     found = forward.launch_forward(input, weight, target, None, **options)
-    known = {"lse_rest": found[8], "expected_log_prob": found[3], "grad_expected_log_prob": per_token}
-    known["retained"] = found[9] if options.get("retain") else None
+    known = {"expected_log_prob": found[3], "grad_expected_log_prob": per_token}
+    known["retained"] = found[8] if options.get("retain") else None
     backward.launch_backward(per_token, per_token, None, input, weight, target, None, None, found[1], **known, **every)
 
 def divergence(kind="reverse", beta=None, **options):
@@ -94,8 +94,8 @@ def divergence(kind="reverse", beta=None, **options):
     kl_div.launch_kl_div_with_grad(*models, per_token, kind=kind, beta=beta, **every, **options)
 
 def known_divergence():
-    models, shift = (input, weight, None, input, weight, None, None, None), torch.empty(2, tokens)
-    kl_div.launch_kl_div_backward(per_token, *models, shift, shift, per_token, kind="reverse", **every)
+    models, pair = (input, weight, None, input, weight, None, None, None), torch.empty(tokens, 2)
+    kl_div.launch_kl_div_backward(per_token, *models, pair, pair, per_token, kind="reverse", **every)
 
 def logits():
     cross_entropy.launch_with_grad(logits_made, target, None, None, None, label_smoothing=0.1, z_loss=number)

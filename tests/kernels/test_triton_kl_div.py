@@ -11,7 +11,7 @@ import triton.language as tl
 from inputs import scalars
 from marks import IN_INTERPRETER
 from reference_divergence import KINDS, KINKED, make_pair
-from reference_loss import error
+from reference_loss import dense_logits, error
 from test_gradient_gemms import h200  # noqa: F401  a fixture
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double
@@ -57,21 +57,20 @@ def off_the_kink(args, options, dtype):
     input, weight, bias, teacher_input, teacher_weight, teacher_bias, probs, _ = double(*args)
 
     def log_probs(input, weight, bias, prefix):
-        z = (input @ weight.T + (0.0 if bias is None else bias)) * options[prefix + "logit_scale"]
-        cap = options.get(prefix + "softcap")
-        return (z if cap is None else cap * torch.tanh(z / cap)).log_softmax(-1)
+        scale, cap = options[prefix + "logit_scale"], options.get(prefix + "softcap")
+        return dense_logits(input, weight, bias, softcap=cap, logit_scale=scale).log_softmax(-1)
 
     log_p = probs.log() if probs is not None else log_probs(teacher_input, teacher_weight, teacher_bias, "teacher_")
     distance = (log_probs(input, weight, bias, "") - log_p).abs().amin(-1)
     return (distance > ROUNDED[dtype]).float()
 
 
-def shift_sums(results, smooth):
+def with_sums(results, smooth):
     """divergence, both lse, student_kl. An lse has two parts; each path divides it differently, so only their sums are
     equal. student_kl, which "forward" does not have, jumps at the kinks.
     """
-    divergence, shift, teacher_shift, student_kl = results
-    return divergence, shift.double().sum(0), teacher_shift.double().sum(0), student_kl * smooth[: len(student_kl)]
+    divergence, pair, teacher_pair, student_kl = results
+    return divergence, pair.double().sum(1), teacher_pair.double().sum(-1), student_kl * smooth[: len(student_kl)]
 
 
 @pytest.mark.parametrize("dtype, probs", CASES, ids=str)
@@ -99,7 +98,7 @@ def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
     found = triton_kl_div.launch_kl_div_forward(*args, **options)
     exact = aten.forward(*double(*args), **options)
     smooth = off_the_kink(args, options, dtype)
-    assert_close(shift_sums(found, smooth), shift_sums(exact, smooth), TOLERANCE[dtype])
+    assert_close(with_sums(found, smooth), with_sums(exact, smooth), TOLERANCE[dtype])
     grad = (torch.randn(SHAPE[0]) * smooth).masked_fill(~args[-1], torch.nan)
     options["output_mask"] = [True, True, False]
     gradients = triton_kl_div.launch_kl_div_backward(grad, *args, *found[1:], **options, **of_forward(kind, found))
@@ -204,9 +203,9 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up(monkeypatch, poi
     monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
     args, options = arguments(torch.float16, "reverse")
     assert args[0].shape[1] % 16
-    shift = triton_kl_div.launch_kl_div_forward(*args, **options)
+    found = triton_kl_div.launch_kl_div_forward(*args, **options)
     assert "features of zeros added" in flce_ops.last_path().reason
-    assert_close(shift, aten.forward(*double(*args), **options), TOLERANCE[torch.float16])
+    assert_close(found, aten.forward(*double(*args), **options), TOLERANCE[torch.float16])
 
 
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.float32, 3.0), (torch.float16, None)])

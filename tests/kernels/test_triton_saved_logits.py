@@ -32,7 +32,7 @@ def gradients(launch_or_aten, rows, args, cotangents, **options):
     *cotangents, of_expected = cotangents
     if of_expected is not None:
         options |= {"grad_expected_log_prob": of_expected, "expected_log_prob": rows[3]}
-    return launch_or_aten(*cotangents, *args, rows[1], lse_rest=rows[8], output_mask=MASK, **options)
+    return launch_or_aten(*cotangents, *args, rows[1], output_mask=MASK, **options)
 
 
 def case(shape, dtype, wanted, ignored=0.3):
@@ -54,7 +54,7 @@ WANTED = [("al", 150), ("s", 128), ("alms", 128)]
 def test_gradients_of_retained_rows(wanted, retain, dtype, poisoned_memory):
     args, cotangents, truth = case(RAGGED, dtype, wanted)
     rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=retain)
-    found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[8])
     again = gradients(launch_backward, rows, args, cotangents)
     for ours, made_again, right in zip(found, again, truth, strict=True):
         assert error(ours, right) <= TOLERANCE[dtype]
@@ -66,7 +66,7 @@ def test_forward_and_backward_in_chunks(poisoned_memory):
     args, cotangents, truth = case((280, 20, 300), torch.float32, "alms")
     with flce_ops.workspace(1):
         rows = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=200)
-        found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+        found = gradients(launch_backward, rows, args, cotangents, retained=rows[8])
         assert flce_ops.last_path().chunks == 3
     whole = launch_forward(*args, logit_sum=True, expected_log_prob=True, retain=280)
     for part, other in zip(rows[:4], whole[:4], strict=True):
@@ -120,9 +120,7 @@ def test_logits_of_saved_rows_are_not_made_again(retain, again, monkeypatch):
         own.logits(*operands, **options)
 
     monkeypatch.setattr(backends, "BACKENDS", [own._replace(logits=logits)])
-    launch_backward(
-        *torch.randn(2, 20), None, *args, rows[1], lse_rest=rows[8], retained=rows[9], output_mask=[True, True, False]
-    )
+    launch_backward(*torch.randn(2, 20), None, *args, rows[1], retained=rows[8], output_mask=[True, True, False])
     assert made == again
 
 
@@ -134,8 +132,8 @@ def test_entries_far_below_their_maximum_keep_their_gradient(poisoned_memory):
     args[2].clamp_(min=6, max=280)  # neither class is a target
     rows, truth = launch_forward(*args, retain=20), aten.forward(*double(*args))
     ones, options = torch.ones(20), {"output_mask": [True, True, True]}
-    found = launch_backward(-ones, ones, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], **options)
-    exact = aten.backward(-ones, ones, None, *double(*args), truth[1], lse_rest=truth[8], **options)
+    found = launch_backward(-ones, ones, None, *args, rows[1], retained=rows[8], **options)
+    exact = aten.backward(-ones, ones, None, *double(*args), truth[1], **options)
     for ours, right in zip(found[1:3], exact[1:3], strict=True):
         far = right[[5, 290]]
         assert (far != 0.0).any() and error(ours[[5, 290]], far) <= 2.0**-6
@@ -150,8 +148,8 @@ def test_rows_far_above_their_reference(case, poisoned_memory):
     valid = args[2] != -100
     cotangents = [torch.randn(len(valid)).masked_fill(~valid, torch.nan) for _ in range(2)]
     mask = {"output_mask": [True, True, case != CASES[0]]}
-    found = launch_backward(*cotangents, None, *args, rows[1], lse_rest=rows[8], retained=rows[9], **mask)
-    right = aten.backward(*double(*cotangents), None, *double(*args), truth[1], lse_rest=truth[8], **mask)
+    found = launch_backward(*cotangents, None, *args, rows[1], retained=rows[8], **mask)
+    right = aten.backward(*double(*cotangents), None, *double(*args), truth[1], **mask)
     for ours, exact in zip(found, right, strict=True):
         assert ours.isfinite().all()
         assert error(ours, exact) <= TOLERANCE[torch.float32]
@@ -166,8 +164,8 @@ def test_a_shard_of_the_vocabulary(cut, poisoned_memory):
     rows, truth = launch_forward(*args, retain=128, **shard), aten.forward(*double(*args), **shard)
     cotangents = [-torch.rand(RAGGED[0]), torch.rand(RAGGED[0]), None]
     options = {"vocab_start": cut, "output_mask": MASK}
-    found = launch_backward(*cotangents, *args, rows[1], lse_rest=rows[8], retained=rows[9], **options)
-    right = aten.backward(*double(*cotangents), *double(*args), truth[1], lse_rest=truth[8], **options)
+    found = launch_backward(*cotangents, *args, rows[1], retained=rows[8], **options)
+    right = aten.backward(*double(*cotangents), *double(*args), truth[1], **options)
     for ours, exact in zip(found, right, strict=True):
         assert error(ours, exact) <= TOLERANCE[torch.float32]
 
@@ -177,7 +175,7 @@ def test_nan_in_a_row_stays_in_that_rows_gradient():
     args, cotangents, _ = case(RAGGED, torch.float32, "al", ignored=0.0)
     args[0][3] = torch.nan
     rows = launch_forward(*args, retain=RAGGED[0])
-    grad_input, grad_weight, *_ = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    grad_input, grad_weight, *_ = gradients(launch_backward, rows, args, cotangents, retained=rows[8])
     of_row = grad_input.isnan().any(1)
     assert of_row[3] and of_row.sum() == 1 and grad_weight.isnan().all()
 
@@ -194,7 +192,7 @@ def test_operands_with_features_of_zeros_leave_saved_logits_whole(monkeypatch, p
     args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
     rows = launch_forward(*args, retain=150)
     assert "11 features of zeros added" in flce_ops.last_path().reason
-    found = gradients(launch_backward, rows, args, cotangents, retained=rows[9])
+    found = gradients(launch_backward, rows, args, cotangents, retained=rows[8])
     for ours, right in zip(found, truth, strict=True):
         assert error(ours, right) <= TOLERANCE[torch.float16]
 

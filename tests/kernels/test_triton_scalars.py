@@ -11,13 +11,11 @@ import torch
 from inputs import make_inputs, scalars
 from marks import IN_INTERPRETER
 from reference_divergence import make_pair
-from reference_policy import function_of_policy
 from test_kl_div_operator import inner_args
 from test_triton_interpreter import double, logit_options
 
 from flce_ops import aten
 from flce_ops.aten import kl_div as aten_kl_div
-from flce_ops.aten.with_grad import with_grad
 from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.logits import kl_div
 
@@ -61,30 +59,18 @@ def test_one_pass(options, mask, poisoned_memory):
     )
 
 
-def test_a_policy():
-    made = make_inputs(SHAPE, dtype=torch.float32, bias=True, requires_grad=False)
-    number = logit_options(OPTIONS[1])
-    function, tensors = function_of_policy({"input": made.input, "advantages": torch.randn(SHAPE[0])})
-    row_scale, asked = torch.rand(SHAPE[0]), {"output_mask": [True] * 3, "scale_gradient": True, **number}
-    found = launch_with_grad(*made.args, None, row_scale, function=function, tensors=tensors, **asked)
-    exact = with_grad(
-        *double(*made.args), None, *double(row_scale), function=function, tensors=double(*tensors), **asked
-    )
-    judge((*found[2:5], found[-1]), (*exact[2:5], exact[-1]), size_of_terms(made.input, exact[2:], 0.7), torch.float32)
-
-
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_backward(options, dtype, mask, poisoned_memory):
     made = make_inputs(SHAPE, dtype=dtype, bias=True, requires_grad=False)
     args, number = (*made.args, None), logit_options(options)
-    lse = aten.forward(*double(*args), **number)[1]
+    pair = aten.forward(*double(*args), **number)[1]
     cotangents = [-torch.rand(SHAPE[0]), torch.rand(SHAPE[0]), None]
     asked = {"scale_gradient": True, **number}
-    found = launch_backward(*cotangents, *args, lse.float(), output_mask=mask, **asked)
-    exact = aten.backward(*double(*cotangents), *double(*args), lse, output_mask=mask, **asked)
-    of_all = aten.backward(*double(*cotangents), *double(*args), lse, output_mask=[True] * 3, **number)
+    found = launch_backward(*cotangents, *args, pair.float(), output_mask=mask, **asked)
+    exact = aten.backward(*double(*cotangents), *double(*args), pair, output_mask=mask, **asked)
+    of_all = aten.backward(*double(*cotangents), *double(*args), pair, output_mask=[True] * 3, **number)
     judge(found, exact, size_of_terms(made.input, of_all, options["logit_scale"]), dtype)
 
 

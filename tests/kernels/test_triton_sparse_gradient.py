@@ -6,7 +6,7 @@ import inputs
 import pytest
 import torch
 from marks import IN_INTERPRETER
-from reference_loss import dense_logits, error, rows_apart
+from reference_loss import as_pair, dense_logits, error, rows_apart
 
 import flce_ops
 from flce_ops import aten
@@ -203,7 +203,7 @@ KINDS = {"loss": {}, "any": CAPPED, "no lse": {}, "no target": CAPPED, "few": {}
 def test_backward_agrees_with_the_aten_path(kind, logits, short_lists, poisoned_memory):
     made = inputs.make_inputs((15, 20, 67), bias=True, requires_grad=False)
     lse = dense_logits(made.input, made.linear_weight, made.linear_bias, **logits).logsumexp(1)
-    args = (*cotangents(kind), None, *made.args, None, lse)
+    args = (*cotangents(kind), None, *made.args, None, as_pair(lse))
     chosen = options(2.0**-4) | {"output_mask": [True] * 3} | logits
     found = launch_backward(*args, **chosen)
     assert "a sparse gradient" in flce_ops.last_path().reason
@@ -261,7 +261,7 @@ def test_where_lists_cannot_pay_the_exact_step_runs_and_says_so(poisoned_memory)
         is_exact = [torch.equal(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
         assert all(is_exact) if mode == "unbiased" else not any(is_exact[2:4])
         assert ("an exact gradient: so low a gradient_threshold" in flce_ops.last_path().reason) == (mode == "unbiased")
-    lse = dense_logits(*args[:2]).logsumexp(1)
+    lse = as_pair(dense_logits(*args[:2]).logsumexp(1))
     losses = torch.randn(28), torch.randn(28), None
     exact = launch_backward(*losses, *args[:5], lse, output_mask=mask)
     found = launch_backward(*losses, *args[:5], lse, output_mask=mask, **options(2.0**-4))

@@ -9,22 +9,7 @@ from in_worlds import in_worlds
 from inputs import Inputs
 from process_pool import worlds
 from reference_loss import error
-from sharded_inputs import (
-    ANY,
-    EVERY_SPLIT,
-    FLOAT,
-    SQUARE,
-    TOLERANCE,
-    B,
-    D,
-    R,
-    T,
-    V,
-    batch,
-    full,
-    mesh_of,
-    place,
-)
+from sharded_inputs import ANY, EVERY_SPLIT, FLOAT, SQUARE, TOLERANCE, B, D, R, T, V, batch, full, mesh_of, place
 from test_log_probs import BOTH, FLOATS, dense
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode

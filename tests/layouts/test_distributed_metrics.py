@@ -10,19 +10,7 @@ from in_worlds import in_worlds
 from inputs import make_inputs
 from process_pool import run_in_world, worlds
 from reference_loss import error
-from sharded_inputs import (
-    ANY,
-    FLOAT,
-    TOLERANCE,
-    D,
-    R,
-    V,
-    batch,
-    full,
-    mesh_of,
-    place,
-    to_device,
-)
+from sharded_inputs import ANY, FLOAT, TOLERANCE, D, R, V, batch, full, mesh_of, place, to_device
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -9,14 +9,7 @@ from in_worlds import in_worlds
 from inputs import Inputs
 from process_pool import worlds
 from reference_loss import error, plain_loss
-from sharded_inputs import (
-    TOLERANCE,
-    R,
-    batch,
-    full,
-    mesh_of,
-    place,
-)
+from sharded_inputs import TOLERANCE, R, batch, full, mesh_of, place
 from test_distributed_vocabulary import with_padding
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard

@@ -5,14 +5,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_divergence import (
-    KINDS,
-    RAGGED,
-    clone,
-    make_pair,
-    run,
-    run_reference,
-)
+from reference_divergence import KINDS, RAGGED, clone, make_pair, run, run_reference
 from reference_loss import error
 from test_kl_div import REDUCTIONS
 

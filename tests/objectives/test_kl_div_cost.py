@@ -5,7 +5,7 @@
 import pytest
 import torch
 from reference_divergence import KINDS, leaves, make_pair
-from test_every_function import WAYS
+from test_checkpoint import WAYS
 from test_memory import SMALL_CHANGE, MiB, peak_on_cpu, peak_on_cuda
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,12 +18,7 @@ from flce_ops.aten.gradients import ROUNDED_CHUNKS_ON_CPU
 
 @pytest.mark.parametrize(
     "options, gradient, student, teacher",
-    [
-        ({}, True, 3, 1),
-        ({"reduction": "none"}, True, 4, 2),
-        ({}, False, 1, 1),
-        ({"probs": True}, True, 3, 0),
-    ],
+    [({}, True, 3, 1), ({"reduction": "none"}, True, 4, 2), ({}, False, 1, 1), ({"probs": True}, True, 3, 0)],
     ids=["training step", "reduction none", "no gradient", "given probabilities"],
 )
 def test_gemm_passes(device, options, gradient, student, teacher):

@@ -25,15 +25,7 @@ def entry_call(pair):
 
 
 def inner_args(pair):
-    names = (
-        "input",
-        "linear_weight",
-        "linear_bias",
-        "teacher_input",
-        "teacher_weight",
-        "teacher_bias",
-        "teacher_probs",
-    )
+    names = "input linear_weight linear_bias teacher_input teacher_weight teacher_bias teacher_probs".split()
     return *(pair.get(name) for name in names), None if "target" not in pair else pair["target"] != -100
 
 

@@ -91,23 +91,23 @@ def test_the_forward_operator_through_opcheck(device, options):
 def test_the_backward_operator_through_opcheck(device, needs):
     inputs = make_inputs((12, 11, 31), device=device, bias=True, requires_grad=needs)
     with torch.no_grad():
-        _, lse, _, expected, *_ = flce.linear_cross_entropy_forward(*inputs.args, expected_log_prob=True)
-    cotangents = [torch.randn_like(lse) for _ in range(3)]
+        _, pair, _, expected, *_ = flce.linear_cross_entropy_forward(*inputs.args, expected_log_prob=True)
+    cotangents = [torch.randn_like(pair[:, 0]) for _ in range(3)]
     options = {"output_mask": [True] * 3, "grad_expected_log_prob": cotangents[2], "expected_log_prob": expected}
     tests = ("test_schema", "test_faketensor")  # its second derivative is refused
-    args = (*cotangents[:2], None, *inputs.args, None, lse)
+    args = (*cotangents[:2], None, *inputs.args, None, pair)
     opcheck(flce.linear_cross_entropy_backward.default, args, options, test_utils=tests)
 
 
 def test_the_backward_operator_takes_cotangents_of_any_dtype(device):
     """They are numbers: gradients have the bits of float32 cotangents."""
     inputs = make_inputs((12, 11, 31), device=device, bias=True, requires_grad=False)
-    _, lse, *_ = flce.linear_cross_entropy_forward(*inputs.args)
-    cotangents = [torch.randn_like(lse).bfloat16() for _ in range(2)]
+    _, pair, *_ = flce.linear_cross_entropy_forward(*inputs.args)
+    cotangents = [torch.randn_like(pair[:, 0]).bfloat16() for _ in range(2)]
 
     def gradients(dtype):
         of_rows = [cotangent.to(dtype) for cotangent in cotangents]
-        return flce.linear_cross_entropy_backward(*of_rows, None, *inputs.args, None, lse, output_mask=[True] * 3)
+        return flce.linear_cross_entropy_backward(*of_rows, None, *inputs.args, None, pair, output_mask=[True] * 3)
 
     expected = gradients(torch.float32)
     for dtype in (torch.bfloat16, torch.float64):

@@ -243,11 +243,7 @@ def dense(call: dict) -> tuple[dict[str, Tensor], set[str]]:
         right = valid & (top == index[..., 0])
         found |= {"argmax": top.where(valid, -1), "is_top1": right, "token_accuracy": right.sum() / valid.sum()}
     p = log_q.exp()
-    of_rows = {
-        "lse": lse,
-        "entropy": -(p * log_q).sum(-1),
-        "log_sum_sq_probs": p.square().sum(-1).log(),
-    }
+    of_rows = {"lse": lse, "entropy": -(p * log_q).sum(-1), "log_sum_sq_probs": p.square().sum(-1).log()}
     of_rows |= {"mean_logit": z.mean(-1), "z_loss": penalty}
     return found | {name: row.where(valid, 0.0) for name, row in of_rows.items()}, set(left)
 

@@ -199,11 +199,7 @@ def test_refusals_name_the_argument(device):
         (ValueError, r"at least one", {n: call[n][:, :0] for n in ("target", "target_weight")}),
         (TypeError, "target_weight in a floating dtype", {"target_weight": call["target"]}),
         (TypeError, "target_weight stands beside a target of class indices", {"target": probabilities}),
-        (
-            NotImplementedError,
-            "target_weight is a constant",
-            {"target_weight": torch.ones(N, K).requires_grad_()},
-        ),
+        (NotImplementedError, "target_weight is a constant", {"target_weight": torch.ones(N, K).requires_grad_()}),
         (NotImplementedError, "return_metrics of accuracy and argmax is not impl", {"return_metrics": True}),
         (NotImplementedError, "target_weight is not implemented for a K-dim", {"linear_weight": positions}),
     ):

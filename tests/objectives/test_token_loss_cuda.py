@@ -11,10 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import flce_ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SHAPE = (700, 256, 5003)
 SMALL = 3 << 20  # several chunks

@@ -202,9 +202,9 @@ def test_triton_recomputing_makes_of_an_infinite_slope_what_aten_makes(launchers
     inputs = make(tokens=2, ignored=(0,), positive=True)
     operands = [None if operand is None else operand.detach() for operand in (*inputs.args, None)]
     cotangent = torch.full((2,), slope)
-    _, lse, *_ = aten.forward(*operands)
+    _, pair, *_ = aten.forward(*operands)
     kernels = (launchers.launch_backward, aten.backward)
-    assert_kernels_make_the_same_kinds(kernels, slice(3), -cotangent, cotangent, None, *operands, lse)
+    assert_kernels_make_the_same_kinds(kernels, slice(3), -cotangent, cotangent, None, *operands, pair)
 
 
 def test_soft_targets_of_class_weight_0_over_a_normalizer_of_0_are_nan_on_both_paths():

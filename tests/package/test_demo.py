@@ -7,7 +7,6 @@ pytest.importorskip("matplotlib")
 
 from examples import report
 from examples.gpt import operator_head, plain_head
-from examples.text import byte_pair_encode, python_reference
 from examples.train_gpt import HEADS, Setting, main
 
 TOY = Setting(300, 16, 1, 2, context=12, batch=3, steps=6, workspace=16 << 10, tolerance=1e-3)
@@ -39,11 +38,3 @@ def test_demo_fails_when_the_curves_differ(tmp_path, capsys):
 def test_demo_fails_when_the_graph_lacks_the_operator(tmp_path, capsys):
     assert run_toy(tmp_path, {"operator": plain_head, "plain": plain_head}) == 1
     assert "expected one graph with torch.ops.flce.linear_cross_entropy" in capsys.readouterr().err
-
-
-def test_pieces_join_to_the_text():
-    text = python_reference()[:20_000]
-    ids, pieces = byte_pair_encode(text, 500)
-    assert len(pieces) == len(set(pieces)) == 500
-    assert set(ids) <= set(range(500))
-    assert "".join(pieces[i] for i in ids) == text

@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
 DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 
 
+@pytest.mark.exhaustive  # compiles C++
 def test_code_of_the_deployment_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -59,13 +59,6 @@ def test_float16_makes_its_gradients_in_backward():
     assert of_float16[2][1:] == of_float16[3][1:] and of_float16[2].gemms > 3.0
 
 
-@pytest.mark.parametrize("gpu", ["h100", "H100", "NVIDIA H200", "RTX 4090", "l40s", "a100"])
-def test_cards_are_found_by_their_names(gpu, capsys):
-    main([*ARGUMENTS.split(), "--gpu", gpu])
-    key = next(name for name in RATES if name in gpu.lower())
-    assert f"of the {RATES[key]:.0f} in the {key}'s datasheet" in capsys.readouterr().out
-
-
 def test_a_given_rate_is_taken_as_it_is_for_any_card_and_dtype(capsys):
     main([*ARGUMENTS.split(), "--gpu", "a card of tomorrow", "--tflops", "1500", "--dtype", "float32"])
     out = capsys.readouterr().out

@@ -9,20 +9,11 @@ import torch
 from inputs import make_inputs
 from reference_divergence import KINDS
 from reference_loss import error
+from test_checkpoint import WAYS
 from test_compile import LOSSES_OF_TOKENS, kl_div, tensors_of, value_and_gradients
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-import flce_ops
+from torch.utils.checkpoint import checkpoint
 
 FUNCTIONS = LOSSES_OF_TOKENS | {kind: functools.partial(kl_div, kind=kind) for kind in KINDS}
-WAYS = {
-    "reentrant": {"use_reentrant": True},
-    "non_reentrant": {"use_reentrant": False},
-    "selective": {
-        "use_reentrant": False,
-        "context_fn": functools.partial(create_selective_checkpoint_contexts, flce_ops.SAC_SAVE_OPS),
-    },
-}
 every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
 
@@ -58,7 +49,7 @@ def test_a_frozen_operand_changes_no_other_gradient(device, frozen, function):
 
 
 @every_function
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["reentrant", "non_reentrant", "selective_by_list"])
 def test_a_checkpointed_region_gives_the_same(device, way, function):
     def region(*args):
         return checkpoint(lambda *args: tuple(tensors_of(function(*args))), *args, **WAYS[way])

@@ -110,26 +110,6 @@ def test_freed_after_backward_and_kept_by_retain_graph():
         _ = rows[1].grad_fn.saved_tensors
 
 
-def test_second_derivatives_and_transforms_are_those_without():
-    inputs = make_inputs((30, D, V), dtype=torch.float64)
-
-    def second(retained):
-        with flce_ops.workspace(retained=retained):
-            found = losses(*inputs.args).square().sum()
-            first = torch.autograd.grad(found, inputs.args[:2], create_graph=True)
-            return torch.autograd.grad(sum(g.square().sum() for g in first), inputs.args[:2])
-
-    for ours, exact in zip(second(1 << 20), second(0), strict=True):
-        torch.testing.assert_close(ours, exact)
-
-    x, w, t, _ = (None if tensor is None else tensor.detach() for tensor in inputs.args)
-    batch = torch.stack([x, 2 * x])
-    mapped = torch.func.vmap(torch.func.grad(lambda x: losses(x, w, t).square().sum()))(batch)
-    for one, found in zip(batch, mapped, strict=True):
-        one = one.clone().requires_grad_()
-        torch.testing.assert_close(found, torch.autograd.grad(losses(one, w, t).square().sum(), one)[0])
-
-
 def test_a_compiled_graph_has_the_rows_as_an_expression_of_n():
     backend = CountingBackend()
     compiled = torch.compile(losses, fullgraph=True, backend=backend)

@@ -22,10 +22,7 @@ def kept(g, mode="unbiased", seed=1, tokens=None, threshold=2.0**-7, slope=1.0):
     tokens = torch.arange(g.shape[0]) if tokens is None else tokens
     out = g.clone()
     keep_entries(
-        out,
-        torch.full((g.shape[0],), slope, dtype=g.dtype),
-        SparseGradient(threshold, mode, seed_of(seed)),
-        tokens,
+        out, torch.full((g.shape[0],), slope, dtype=g.dtype), SparseGradient(threshold, mode, seed_of(seed)), tokens
     )
     return out
 

@@ -40,7 +40,7 @@ def test_drop_is_the_dense_gradient_without_small_entries(options, order):
     place = torch.randperm(SHAPE[2]) if order else None
     loss, found = gradients(inputs, **sparse(mode="drop"), gradient_class_order=place, **options)
     exact, dense = gradients(inputs, **options)
-    assert torch.equal(loss, exact)
+    assert error(loss, exact) < 1e-15 if order else torch.equal(loss, exact)  # sums over classes in another order
     truth = dense_without(inputs, "drop", options)
     for ours, expected in zip(found, [*truth, dense[2]], strict=True):
         assert error(ours, expected) < 1e-12
@@ -275,7 +275,7 @@ def test_the_operators_pass_opcheck(device, mode):
     opcheck(torch.ops.flce.linear_log_probs.default, inputs.args, options | {"gradient_sparse": "input"})
     no_leaves = [tensor.detach() for tensor in inputs.args]
     slopes = torch.rand(12, device=device)
-    args = (-slopes, slopes, None, *no_leaves, None, slopes)
+    args = (-slopes, slopes, None, *no_leaves, None, torch.rand(12, 2, device=device))
     opcheck(torch.ops.flce.linear_cross_entropy_backward.default, args, {"output_mask": [True] * 3, **options})
 
 

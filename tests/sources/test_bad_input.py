@@ -29,17 +29,14 @@ def good():
 
 
 # the wrong argument, changed arguments, error, patterns that the message must contain
+LONG, NONE, PROBABILITIES = torch.int64, {"reduction": "none"}, {"target": torch.rand(N, V)}
 CASES = [
     ("input without dimensions", {"input": torch.randn(())}, ValueError, ["input", r"\(\.\.\., D\)", "0-d"]),
-    ("integer input", {"input": torch.ones(N, D, dtype=torch.int64)}, TypeError, ["input", "float", "int64"]),
+    ("integer input", {"input": torch.ones(N, D, dtype=LONG)}, TypeError, ["input", "float", "int64"]),
     ("float8 input", {"input": torch.randn(N, D).to(torch.float8_e4m3fn)}, TypeError, ["input", "float32", "float8"]),
     ("weight of rank 1", {"linear_weight": torch.randn(V * D)}, ValueError, ["linear_weight", r"\(V, D\)", r"\(36,\)"]),
-    (
-        "weight of rank 3",
-        {"linear_weight": torch.randn(1, V, D)},
-        ValueError,
-        ["target", r"\(6, 9\)", "linear_weight", r"\(1, 9, 4\)"],  # in a K-dimensional loss
-    ),
+    # linear_weight of rank 3 is that of a K-dimensional loss
+    ("weight of rank 3", {"linear_weight": torch.randn(1, V, D)}, ValueError, ["target", r"\(6, 9\)", r"\(1, 9, 4\)"]),
     ("other D", {"linear_weight": torch.randn(V, 5)}, ValueError, ["linear_weight", r"\(V, 4\)", r"\(9, 5\)"]),
     (
         "no classes",
@@ -47,72 +44,37 @@ CASES = [
         ValueError,
         ["linear_weight", r"\(0, 4\)"],
     ),
-    (
-        "target of other length",
-        {"target": torch.zeros(5, dtype=torch.int64)},
-        ValueError,
-        ["target", r"\(6,\)", r"\(5,\)"],
-    ),
+    ("target of other length", {"target": torch.zeros(5, dtype=LONG)}, ValueError, ["target", r"\(6,\)", r"\(5,\)"]),
     ("float target", {"target": torch.zeros(N)}, TypeError, ["target", "int64", "float32"]),
     ("probabilities of other shape", {"target": torch.rand(V, N)}, TypeError, ["target", r"\(6, 9\)", r"\(9, 6\)"]),
-    (
-        "probabilities with a gradient",
-        {"target": torch.rand(N, V).requires_grad_()},
-        NotImplementedError,
-        ["target", "gradient", "detach"],
-    ),
-    (
-        "probabilities with an ignored class",
-        {"target": torch.rand(N, V), "ignore_index": 3},
-        ValueError,
-        ["ignore_index", "probabilities", "token_weight", "3"],
-    ),
+    ("learnt probabilities", {"target": torch.rand(N, V).requires_grad_()}, NotImplementedError, ["target", "detach"]),
+    ("an ignored class", PROBABILITIES | {"ignore_index": 3}, ValueError, ["ignore_index", "token_weight", "3"]),
     ("options of another kind", {"options": {"batch_chunk_size": 2}}, TypeError, ["options", "batch_chunk_size"]),
     ("no position", {"linear_weight": torch.randn(V, 0, D)}, ValueError, ["linear_weight", r"\(9, 0, 4\)"]),
     ("other D of positions", {"linear_weight": torch.randn(V, 2, 5)}, ValueError, ["linear_weight", r"\(9, 2, 5\)"]),
-    ("probabilities with z_loss", {"target": torch.rand(N, V), "z_loss": 0.1}, NotImplementedError, ["z_loss"]),
-    (
-        "metrics of probabilities",
-        {"target": torch.rand(N, V), "return_metrics": True},
-        NotImplementedError,
-        ["return_metrics", "argmax"],
-    ),
+    ("probabilities with z_loss", PROBABILITIES | {"z_loss": 0.1}, NotImplementedError, ["z_loss"]),
+    ("their metrics", PROBABILITIES | {"return_metrics": True}, NotImplementedError, ["return_metrics", "argmax"]),
     ("int16 target", {"target": torch.zeros(N, dtype=torch.int16)}, TypeError, ["target", "int32", "int16"]),
     ("bias of other length", {"linear_bias": torch.randn(8)}, ValueError, ["linear_bias", r"\(9,\)", r"\(8,\)"]),
     (
-        "other dtype of weight",
+        "other dtype",
         {"linear_weight": torch.randn(V, D).bfloat16()},
         TypeError,
         ["linear_weight", "float32", "bfloat16"],
     ),
     ("other dtype of bias", {"linear_bias": torch.randn(V).double()}, TypeError, ["linear_bias", "float32", "float64"]),
     ("class weight of other length", {"weight": torch.rand(8)}, ValueError, ["weight", r"\(9,\)", r"\(8,\)"]),
-    ("integer class weight", {"weight": torch.ones(V, dtype=torch.int64)}, TypeError, ["weight", "float", "int64"]),
-    (
-        "class weight wants a gradient",
-        {"weight": torch.rand(V).requires_grad_()},
-        NotImplementedError,
-        ["weight", "gradient"],
-    ),
+    ("integer class weight", {"weight": torch.ones(V, dtype=LONG)}, TypeError, ["weight", "float", "int64"]),
+    ("learnt class weight", {"weight": torch.rand(V).requires_grad_()}, NotImplementedError, ["weight", "gradient"]),
     ("unknown reduction", {"reduction": "average"}, ValueError, ["reduction", "none.*mean.*sum", "'average'"]),
     ("negative smoothing", {"label_smoothing": -0.1}, ValueError, ["label_smoothing", r"\[0, 1\]", r"-0\.1"]),
     ("smoothing above 1", {"label_smoothing": 1.5}, ValueError, ["label_smoothing", r"\[0, 1\]", r"1\.5"]),
     ("smoothing nan", {"label_smoothing": float("nan")}, ValueError, ["label_smoothing", "nan"]),
     ("zero softcap", {"softcap": 0.0}, ValueError, ["softcap", "positive", r"0\.0"]),
-    (
-        "token_weight of other shape",
-        {"token_weight": torch.rand(5)},
-        ValueError,
-        ["token_weight", r"\(6,\)", r"\(5,\)"],
-    ),
+    ("token_weight's shape", {"token_weight": torch.rand(5)}, ValueError, ["token_weight", r"\(6,\)", r"\(5,\)"]),
     ("normalizer of rank 1", {"normalizer": torch.ones(1)}, ValueError, ["normalizer", "0-d", r"\(1,\)"]),
-    (
-        "normalizer without a sum",
-        {"normalizer": torch.tensor(3.0), "reduction": "none"},
-        ValueError,
-        ["normalizer", "mean", "none"],
-    ),
-    ("number without a sum", {"normalizer": 3.0, "reduction": "none"}, ValueError, ["normalizer", "mean", "none"]),
+    ("normalizer without a sum", {"normalizer": torch.tensor(3.0)} | NONE, ValueError, ["normalizer", "mean", "none"]),
+    ("number without a sum", {"normalizer": 3.0} | NONE, ValueError, ["normalizer", "mean", "none"]),
 ]
 
 
@@ -129,13 +91,6 @@ def test_bad_input_is_refused_by_name(what, changes, expected, patterns):
     for pattern in patterns:
         assert re.search(pattern, message, re.DOTALL), f"{pattern!r} not in {message!r}"
     assert flce_ops.last_path() is before, "a kernel ran before the refusal"
-
-
-def test_good_input_is_not_refused():
-    flce_ops.linear_cross_entropy(**good())
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        arguments = {name: t.to(dtype) if t.is_floating_point() else t for name, t in good().items()}
-        flce_ops.linear_cross_entropy(**arguments)
 
 
 def test_options_cannot_be_passed_by_position():
@@ -286,10 +241,12 @@ def test_an_argument_of_another_type_is_refused_by_name(function, name):
 
 @pytest.mark.parametrize("module", [flce_ops.LinearCrossEntropyHead, flce_ops.LinearCrossEntropyLoss])
 def test_arguments_of_a_module_are_refused_by_its_name(module):
-    for changes in ({"label_smoothing": "0.1"}, {"softcap": 1j}, {"ignore_index": 2.5}, {"bias": None}):
-        (name,) = changes
+    for name, value in {"label_smoothing": "0.1", "softcap": 1j, "ignore_index": 2.5, "bias": None}.items():
         with pytest.raises(TypeError, match=f"^{module.__name__}: expected {name} to be"):
-            module(D, V, **changes)
+            module(D, V, **{name: value})
+    for name, value in {"ignore_index": 2**63, "logit_scale": 10**400, "z_loss": 10**400}.items():
+        with pytest.raises(ValueError, match=f"^{module.__name__}: expected {name} in the range of"):
+            module(D, V, **{name: value})
     with pytest.raises(TypeError, match="expected (num_classes|out_features) to be an integer, got '9'"):
         module(D, "9")
 
@@ -330,13 +287,6 @@ def test_an_integer_beyond_int64_is_the_number_that_it_is():
     for name in ("normalizer", "z_loss", "temperature"):
         found = flce_ops.linear_cross_entropy(**HEAD, **{name: 2**70})
         torch.testing.assert_close(found, flce_ops.linear_cross_entropy(**HEAD, **{name: 2.0**70}), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("module", [LinearCrossEntropyHead, LinearCrossEntropyLoss])
-def test_an_integer_that_is_too_large_is_refused_by_the_modules_name(module):
-    for name, value in {"ignore_index": 2**63, "logit_scale": 10**400, "z_loss": 10**400}.items():
-        with pytest.raises(ValueError, match=f"^{module.__name__}: expected {name} in the range of"):
-            module(D, V, **{name: value})
 
 
 # ---------------------------------------------------------------- swapped arguments

@@ -52,27 +52,16 @@ def metrics(*args):
 
 def divergence(input, linear_weight, target, linear_bias, kind="jsd", reduction="sum"):
     teacher_weight = torch.linspace(-1.0, 1.0, V * D, dtype=input.dtype).reshape(V, D).sin()
-    found = flce_ops.linear_kl_div(
-        input,
-        linear_weight,
-        input.detach().flip(1),  # nan and inf in the teacher's rows, too
-        teacher_weight,
-        linear_bias=linear_bias,
-        target=target,
-        kind=kind,
-        reduction=reduction,
-    )
-    return {"loss": found}
+    teacher = input.detach().flip(1), teacher_weight  # nan and inf in the teacher's rows, too
+    options = {"linear_bias": linear_bias, "target": target, "kind": kind, "reduction": reduction}
+    return {"loss": flce_ops.linear_kl_div(input, linear_weight, *teacher, **options)}
 
 
 def divergence_of_probs(input, linear_weight, target, linear_bias):
     probs = input.detach().nan_to_num(0.0).double() @ torch.linspace(-1.0, 1.0, V * D).reshape(D, V).double()
     probs = probs.softmax(-1).to(input.dtype).masked_fill((target == -100)[:, None], torch.nan)
-    return {
-        "loss": flce_ops.linear_kl_div(
-            input, linear_weight, teacher_probs=probs, linear_bias=linear_bias, target=target
-        )
-    }
+    options = {"teacher_probs": probs, "linear_bias": linear_bias, "target": target}
+    return {"loss": flce_ops.linear_kl_div(input, linear_weight, **options)}
 
 
 def gradient_norm(*args):

@@ -96,30 +96,22 @@ def test_an_ignore_index_beyond_int32_does_not_wrap_around(device, index):
         function(*wide, ignore_index=index)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("owner", [LinearCrossEntropyLoss, LinearCrossEntropyHead])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_loss_is_cross_entropy_of_linear(device, reduction, bias):
-    inputs = example(device)
-    module = LinearCrossEntropyLoss(
-        D, V, bias=bias, reduction=reduction, label_smoothing=0.1, dtype=torch.float64, device=device
-    )
-    expected = F.cross_entropy(module.linear(inputs.input), inputs.target, reduction=reduction, label_smoothing=0.1)
-    assert error(module(inputs.input, inputs.target), expected) < 1e-13
-    assert [name for name, _ in module.named_parameters()] == ["linear.weight", "linear.bias"][: 1 + bias]
-    assert module.linear.weight.shape == (V, D)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_loss_passes_every_option_on(device, reduction):
+def test_modules_pass_every_option_on(device, reduction, owner):
     inputs = example(device, weight=True, token_weight=True, normalizer=reduction != "none", ignore_index=3)
-    options = {"reduction": reduction, "ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.05, **SCORES}
-    module = LinearCrossEntropyLoss(
-        D, V, bias=True, weight=inputs.weight, dtype=torch.float64, device=device, **options
-    )
+    options = {"ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.05, **SCORES}
+    of_loss = {"reduction": reduction, "weight": inputs.weight}
     per_call = {"token_weight": inputs.token_weight, "normalizer": inputs.normalizer}
-    found = module(inputs.input, inputs.target, **per_call)
-    parameters = (module.linear.weight, inputs.target, module.linear.bias)
-    assert error(found, reference_loss(inputs.input, *parameters, weight=inputs.weight, **per_call, **options)) < 1e-13
+    of_module = owner is LinearCrossEntropyLoss  # the head's forward takes these
+    module = owner(D, V, bias=True, dtype=torch.float64, device=device, **options, **(of_loss if of_module else {}))
+    found = module(inputs.input, inputs.target, **per_call, **({} if of_module else of_loss))
+    weight, bias = module.parameters()
+    assert weight.shape == (V, D) and bias.shape == (V,)
+    assert (
+        error(found, reference_loss(inputs.input, weight, inputs.target, bias, **of_loss, **per_call, **options))
+        < 1e-13
+    )
 
 
 def test_class_weight_moves_with_the_module(device):
@@ -138,19 +130,6 @@ def test_head_gives_logits_or_loss(device, bias):
     assert error(head(inputs.input, inputs.target), F.cross_entropy(logits, inputs.target)) < 1e-13
     with pytest.raises(TypeError, match="LinearCrossEntropyHead: return_metrics is of a loss, which needs a target"):
         head(inputs.input, None, return_metrics=True)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_head_passes_every_option_on(device, reduction):
-    inputs = example(device, weight=True, token_weight=True, normalizer=reduction != "none", ignore_index=3)
-    options = {"ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.05, **SCORES}
-    head = LinearCrossEntropyHead(D, V, True, dtype=torch.float64, device=device, **options)
-    per_call = {"weight": inputs.weight, "token_weight": inputs.token_weight, "normalizer": inputs.normalizer}
-    found = head(inputs.input, inputs.target, reduction=reduction, **per_call)
-    expected = reference_loss(
-        inputs.input, head.weight, inputs.target, head.bias, reduction=reduction, **per_call, **options
-    )
-    assert error(found, expected) < 1e-13
 
 
 @pytest.mark.parametrize("owner", [LinearCrossEntropyLoss, LinearCrossEntropyHead])

@@ -296,22 +296,13 @@ def test_a_float32_temperature_of_a_float64_model_is_divided_by_in_float64(devic
 # ---------------------------------------------------------------- refusals
 
 MISTAKES = [
-    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, softcap=s), TypeError, "softcap to be a number.*item"),
-    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, z_loss=s), TypeError, "z_loss to be a number"),
-    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, label_smoothing=s), TypeError, "label_smoothing"),
-    (lambda x, w, t, s: flce_ops.linear_log_probs(x, w, t, softcap=s), TypeError, "linear_log_probs.*softcap"),
-    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, beta=s), TypeError, "linear_kl_div.*beta"),
-    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, temperature=s), TypeError, "temperature"),
     (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, logit_scale=s), ValueError, "teacher_logit_scale"),
-    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, logit_scale=s[None]), ValueError, r"0-d.*\(1,\)"),
     (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, logit_scale=s + 1j), TypeError, "logit_scale.*real"),
     (
         lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, temperature=s, softcap=5.0),
         NotImplementedError,
         "temperature.*softcap.*number",
     ),
-    (lambda x, w, t, s: flce_ops.linear_cross_entropy(x, w, t, temperature=0.0), ValueError, "temperature.*positive"),
-    (lambda x, w, t, s: flce_ops.linear_kl_div(x, w, x, w, temperature=-1.0), ValueError, "temperature.*positive"),
     (lambda x, w, t, s: torch.ops.flce.linear_cross_entropy(x, w, t, logit_scale=s), RuntimeError, "number"),
     (
         lambda x, w, t, s: torch.ops.flce.linear_cross_entropy_forward(x, w, t, softcap=s),

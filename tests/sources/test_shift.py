@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from in_worlds import in_worlds
 from process_pool import worlds
+from recorded import Recorded
 from sharded_inputs import full, mesh_of
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce_ops
 
@@ -91,23 +91,10 @@ def test_log_probs_divergences_given_logits_and_modules_shift_too():
     torch.testing.assert_close(whole(hidden, labels, shift=True), loss)
 
 
-class FirstArguments(TorchDispatchMode):
-    """Records the first tensor arguments of the inner operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "flce":
-            self.seen.append(args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def test_neither_hidden_states_nor_logits_are_copied():
     hidden, head, labels = make()
     logits = torch.randn(B, T, V, requires_grad=True)
-    with FirstArguments() as first:
+    with Recorded(lambda func, args, _: args[:1] if func.namespace == "flce" else []) as first:
         flce_ops.linear_cross_entropy(hidden, head, labels, shift=True)
         flce_ops.linear_log_probs(hidden, head, labels, shift=True)
         flce_ops.cross_entropy(logits, labels, shift=True)

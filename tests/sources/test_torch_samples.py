@@ -211,9 +211,7 @@ def test_what_torch_refuses_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [({"acc_dtype": torch.bfloat16}, "acc_dtype=torch.bfloat16")],
-    ids=["acc_dtype"],
+    ("options", "words"), [({"acc_dtype": torch.bfloat16}, "acc_dtype=torch.bfloat16")], ids=["acc_dtype"]
 )
 def test_options_that_would_change_the_sums_are_refused(options, words):
     operands = (torch.randn(6, 5).bfloat16(), torch.randn(7, 5).bfloat16(), torch.randint(7, (6,)))

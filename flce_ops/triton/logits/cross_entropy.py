@@ -83,7 +83,7 @@ def blocks_ahead(logits: Tensor, tile: Tile) -> int:
 
 
 @takes(LogitsForward)
-def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs = meta.outputs(call)
     with launching(call) as in_range:
         count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
@@ -134,9 +134,9 @@ def launch_backward(call: LogitsBackward) -> Tensor:
     grad_logits = meta.outputs(call)
     with_unit_rows(call)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
-    call.lse, call.lse_rest = contiguous(call.lse, call.lse_rest)
+    known = KnownRows(call.lse_pair.contiguous(), None, *call.cotangents)
     with torch.cuda.device_of(grad_logits):
-        launch_rows(call, RowOutputs(), grad_logits, known=KnownRows(call.lse, call.lse_rest, None, *call.cotangents))
+        launch_rows(call, RowOutputs(), grad_logits, known=known)
     record_run(call, 1, grad_logits.shape[0])
     return grad_logits
 

@@ -5,15 +5,15 @@
       n │  │▓▓│  │  │ student  n │  │▓▓│  │  │ teacher        a program has rows of one tile      stored_tiles.py
         └──┴──┴──┴──┘            └──┴──┴──┴──┘
 
-    0. maxima and sums of the GEMM's tiles      give the shift of each row of either model
+    0. maxima and sums of the GEMM's tiles      give the lse_pair of each row of either model
     1. sum over each row, tile by tile          objectives/divergence.py defines the sums; "forward" makes G here
     2. add up all tiles (and ranks)             gives the divergence and the one number a row that G needs
     3. G = row_scale logit_scale G', rounded    written over the student's logits
 
-    log q_ij = (u_ij + (tile_max_it - shift_0i)) - shift_1i
+    log q_ij = (u_ij + (tile_max_it - reference_i)) - log_sum_i
 
-shift_0 is the row's maximum over this rank's columns. shift_1 is the log of the softmax's denominator relative to that
-maximum. Numbers are in base 2 unless nats are named.
+The reference is the row's maximum over this rank's columns. log_sum is the log of the softmax's denominator relative to
+it. Numbers are in base 2 unless nats are named.
 
 The denominator sums the exponentials of the rounded numbers, so the probabilities q add up to 1. If rounding moves a
 logit by e_j, log q_j moves by e_j less the mean of e under q, and the divergence sum_j p_j (log p_j - log q_j) by
@@ -42,10 +42,10 @@ from ..gemm.epilogues import MaxSum
 from ..gemm.tile_sums import launch_max_and_sum, launch_sum_tiles
 from ..gemm.tma import Matrix, load_tile
 from ..kernel import Kernel
-from ..rows.two_sum import rescaled
+from ..rows.logit_numbers import store_pair
 from ..rows.valid_tokens import ValidTokens, row_distance, row_vectors, valid_rows
 from .stored import StoredLogits, log_probabilities, stored_logits
-from .stored_tiles import Shift, launch_stored_tiles, row_shift
+from .stored_tiles import Pair, launch_stored_tiles, row_pair
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, s sums of a row
 
@@ -68,7 +68,7 @@ class Softmax:
     def __post_init__(self) -> None:
         self.softcap = self.options.softcap if self.before_softcap else None
         self.stored = stored_logits(self.numbers, self.tile_max[:, : self.numbers.shape[0]].T)
-        self.shift: Shift = row_vectors(self.tile_max, 2, self.numbers.shape[0])
+        self.pair: Pair = row_vectors(self.tile_max, 2, self.numbers.shape[0])
 
     def store(self, valid_tokens: ValidTokens, partial: Tensor, row_max: Tensor) -> None:
         """Stores the logits. `partial` and `row_max` are (T, n') memory for sums of exponentials of tiles, and for
@@ -81,27 +81,27 @@ class Softmax:
         backend_for(self.rows).logits(*given, out=self.numbers)
 
     def add_up(self, valid_tokens: ValidTokens, partial: Tensor, row_max: Tensor) -> None:
-        """Computes the shift from the sums that `store` made."""
-        high, low = self.shift
+        """Computes the lse_pair from the sums that `store` made."""
+        reference, log_sum = self.pair
         row_max = self.tile_max if self.softcap is None else row_max
-        launch_max_and_sum(row_max, partial, high, low, valid_tokens)
+        launch_max_and_sum(row_max, partial, reference, log_sum, valid_tokens)
 
 
 def share_denominators(softmaxes: list[Softmax], group: str | None, ranks: int) -> None:
     """Replaces the denominators of this rank's columns by those of whole rows."""
     if ranks == 1:
         return
-    row_max, log_sum = (torch.stack(numbers) for numbers in zip(*(softmax.shift for softmax in softmaxes)))
+    row_max, log_sum = (torch.stack(numbers) for numbers in zip(*(softmax.pair for softmax in softmaxes)))
     denominators = log_denominator(row_max, log_sum, group, ranks, torch.exp2, torch.log2)
     for softmax, denominator in zip(softmaxes, denominators):
-        softmax.shift[1].copy_(denominator)
+        softmax.pair[1].copy_(denominator)
 
 
 class Entries(NamedTuple):
     """What `divergence_of_tile` reads and writes beside the student's logits."""
 
-    teacher: StoredLogits | None  # either a teacher with its shift, or probabilities
-    teacher_shift: Shift | None
+    teacher: StoredLogits | None  # either a teacher with its lse_pair, or probabilities
+    teacher_pair: Pair | None
     teacher_probs: Matrix | None  # (N, V)
     beta: Tensor | None  # (), used by "jsd"
     sums: Tensor | None = None  # (s, T, n') out
@@ -112,7 +112,7 @@ class Entries(NamedTuple):
 
 
 @triton.jit
-def divergence_of_tile(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADIENT):
+def divergence_of_tile(operands, log2_q, at, n, V, KNOWN, KIND, OF_ENTRY, GRADIENT):
     """Stores sums over the tile unless OF_ENTRY is None, and returns G unless GRADIENT is None."""
     rows, token, cols, row_mask, col_mask, tile = at
     PROBS: tl.constexpr = KIND[0]  # the teacher's probabilities are given
@@ -125,8 +125,8 @@ def divergence_of_tile(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRA
         if not OF_GIVEN_P:
             log2_p = tl.log2(log2_p)
     else:
-        shift = row_shift(operands.teacher_shift, rows, token, row_mask, N, KNOWN)
-        log2_p, _ = log_probabilities(operands.teacher, None, shift, rows, cols, row_mask, tile, V)
+        pair = row_pair(operands.teacher_pair, rows, token, row_mask, KNOWN)
+        log2_p, _ = log_probabilities(operands.teacher, None, pair, rows, cols, row_mask, tile, V)
     if OF_ENTRY is not None:
         places = operands.sums + tile.to(tl.int64) * row_distance(n) + rows
         next_sum = tl.cdiv(V, log2_q.shape[1]).to(tl.int64) * row_distance(n)
@@ -168,31 +168,22 @@ class RowResults(NamedTuple):
     """
 
     divergence: Tensor | None = None  # (N,)
-    shift: Tensor | None = None  # (2, N)
-    teacher_shift: Tensor | None = None  # (2, N), if the teacher is a model
+    lse_pair: Tensor | None = None  # (N, 2)
+    teacher_lse_pair: Tensor | None = None  # (N, 2), if the teacher is a model
     student_kl: Tensor | None = None  # (N,), K; None for "forward" and class probabilities
-
-
-@triton.jit
-def store_shift(shift, i, out_ptr, token, N, mask, inside):  # out (2, N)
-    high = tl.load(shift[0] + i, mask=mask, other=0.0)
-    high, low = rescaled(high, tl.load(shift[1] + i, mask=mask, other=0.0), LN2)
-    tl.store(out_ptr + token, high, mask=inside)
-    tl.store(out_ptr + N + token, low, mask=inside)
 
 
 @Kernel
 def finish_divergence_kernel(
     totals_ptr,  # (s, n)
     beta_ptr,  # (), used by "jsd"
-    shift,  # Shift of the student
-    teacher_shift,  # Shift
+    pair,  # Pair of the student
+    teacher_pair,  # Pair
     results,  # RowResults
     row_number_ptr,  # (n,) out
     offset_ptr,  # (n,) out; or None
     valid_tokens,  # ValidTokens
     n,
-    N,
     OF_SUMS: tl.constexpr,
     OFFSET_OF_SUMS: tl.constexpr,
     SUMS: tl.constexpr,  # s, the number of sums
@@ -213,10 +204,10 @@ def finish_divergence_kernel(
         tl.store(results.divergence + token, tl.where(mask, value, 0.0), mask=inside)
     if results.student_kl is not None:
         tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
-    if results.shift is not None:
-        store_shift(shift, i, results.shift, token, N, mask, inside)
-    if results.teacher_shift is not None:
-        store_shift(teacher_shift, i, results.teacher_shift, token, N, mask, inside)
+    if results.lse_pair is not None:
+        store_pair(results.lse_pair, token, *row_pair(pair, i, token, mask, False), mask, inside)
+    if results.teacher_lse_pair is not None:
+        store_pair(results.teacher_lse_pair, token, *row_pair(teacher_pair, i, token, mask, False), mask, inside)
 
 
 @dataclass(eq=False)
@@ -245,7 +236,7 @@ class Rows:
             totals[-1] = shift[:n]
         return totals
 
-    def finish(self, totals: Tensor, results: RowResults, tokens: int) -> None:
+    def finish(self, totals: Tensor, results: RowResults) -> None:
         """Writes the results, and the numbers of rows that G needs."""
         n, of_sums = totals.shape[1], self.kind.offset_of_sums
         row_number, offset = totals.new_empty(n), None if of_sums is None else totals.new_empty(n)
@@ -253,14 +244,13 @@ class Rows:
         finish_divergence_kernel[(cdiv(n, BLOCK_ROWS),)](
             totals,
             self.entries.beta,
-            self.student.shift,
-            self.entries.teacher_shift,
+            self.student.pair,
+            self.entries.teacher_pair,
             results,
             row_number,
             offset,
             self.valid_tokens,
             n,
-            tokens,
             OF_SUMS=self.kind.of_sums.jit,
             OFFSET_OF_SUMS=None if of_sums is None else of_sums.jit,
             SUMS=self.kind.sums,
@@ -271,7 +261,7 @@ class Rows:
     def launch(self, gradient: Tensor | None, of_entry: Any = None) -> None:
         launch_stored_tiles(
             self.student.stored,
-            self.student.shift,
+            self.student.pair,
             self.entries,
             self.valid_tokens,
             function=divergence_of_tile,

@@ -19,7 +19,6 @@ from ...objectives.in_triton import LN2
 from ..kernel import Kernel, everywhere
 from ..rows.after_chunks import scale_of_rows
 from ..rows.logit_numbers import loaded
-from ..rows.two_sum import in_two_float32
 from .row_blocks import (
     LOWEST,
     Scores,
@@ -88,7 +87,7 @@ def rows_kernel(
     u_target = tl.load(row.pointer + column, mask=valid, other=0.0)
     u_edges = tl.load(row.pointer + edge, mask=there & everywhere(valid, there), other=0.0)
 
-    if known.lse is None:
+    if known.lse_pair is None:
         m = tl.full((BLOCK_G,), LOWEST, tl.float32)
         s = tl.zeros((BLOCK_G,), tl.float32)
         logit_sums = tl.zeros((BLOCK_G,), tl.float32)
@@ -117,15 +116,13 @@ def rows_kernel(
             tl.store(results.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
         target_logit, _ = logits_of(u_target, scores)
     if grad_logits is None:
-        lse64 = row_max.to(tl.float64) + log2_sum.to(tl.float64) * 0.6931471805599453
-        lse, rest = in_two_float32(lse64)
         tl.store(results.target_logit + i, tl.where(valid, target_logit, 0.0))
-        tl.store(results.lse + i, lse)
-        tl.store(results.lse_rest + i, rest.to(tl.float32))
+        tl.store(results.lse_pair + 2 * i, row_max)
+        tl.store(results.lse_pair + 2 * i + 1, log2_sum * LN2)
         if LOGIT_SUM:
             tl.store(results.logit_sum + i, tl.where(valid, logit_sum, 0.0))
     else:
-        if known.lse is None:
+        if known.lse_pair is None:
             if AHEAD > 0:
                 coming = tl.minimum(i + later, N - 1)
                 counts, _ = target_of(target_ptr, coming, ignore_index, V)
@@ -151,10 +148,10 @@ def rows_kernel(
                 sum_factor = scale * d_sum
             at_target = -scale * slope
         else:
-            row_max = tl.load(known.lse + i, mask=valid, other=0.0)
+            row_max = tl.load(known.lse_pair + 2 * i, mask=valid, other=0.0)
             factor, sum_factor, at_target = 0.0, None, 0.0
             if known.grad_lse is not None:
-                share = exp_below(-tl.load(known.lse_rest + i, mask=valid, other=0.0))
+                share = exp_below(-tl.load(known.lse_pair + 2 * i + 1, mask=valid, other=0.0))
                 factor = tl.load(known.grad_lse + i, mask=valid, other=0.0).to(tl.float32) * logit_scale * share
             if known.grad_logit_sum is not None:
                 sum_factor = tl.load(known.grad_logit_sum + i, mask=valid, other=0.0).to(tl.float32) * logit_scale

@@ -100,11 +100,8 @@ def launch_kl_div_with_grad(call: KlDivWithGrad) -> tuple[Tensor, ...]:
 @with_padded_features
 def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     outputs = meta.outputs(call)
-    call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence = contiguous(
-        call.grad, call.shift, call.teacher_shift, call.student_kl, call.divergence
-    )
-    of_rows = (numbers if numbers.numel() else None for numbers in (call.shift, call.teacher_shift, call.student_kl))
-    known = RowResults(call.divergence, *of_rows)
+    call.grad, *of_rows = contiguous(call.grad, call.divergence, call.lse_pair, call.teacher_lse_pair, call.student_kl)
+    known = RowResults(*(None if numbers is None or not numbers.numel() else numbers for numbers in of_rows))
     with torch.cuda.device_of(call.operands.input):
         valid_tokens, place = prepared(call)
         gradients = wanted_gradients(outputs, call)
@@ -246,7 +243,7 @@ class KlDivStep:
         at_once = self.kind is ForwardKL and self.operands.teacher_probs is None
         if self.known is None or not (rows.of_tokens or at_once):
             totals = rows.add_up(sums, gradient if at_once else None)
-            rows.finish(self.add_ranks(totals), self.results, self.operands.input.shape[0])
+            rows.finish(self.add_ranks(totals), self.results)
         if gradient is not None and not (self.known is None and at_once):
             rows.launch(gradient)
 
@@ -280,11 +277,11 @@ class KlDivStep:
         if known is None:
             share_denominators(softmaxes, options.group, options.ranks)
         else:
-            for softmax, shift in zip(softmaxes, (known.shift, known.teacher_shift)):
-                softmax.shift = shift
+            for softmax, pair in zip(softmaxes, (known.lse_pair, known.teacher_lse_pair)):
+                softmax.pair = pair
         entries = Entries(
             None if teacher is None else teacher.stored,
-            None if teacher is None else teacher.shift,
+            None if teacher is None else teacher.pair,
             matrix_of(operands.teacher_probs),
             options.beta,
             row_number=None if known is None else known.student_kl,

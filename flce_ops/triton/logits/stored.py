@@ -90,25 +90,25 @@ def max_places(stored, rows, tile):
 
 
 @triton.jit
-def log_probabilities(stored, softcap, shift, rows, cols, row_mask, tile, V):
+def log_probabilities(stored, softcap, pair, rows, cols, row_mask, tile, V):
     """(log2 of the probabilities; dz/du / logit_scale, meaningful only with a softcap).
 
-    `shift` has two numbers of each row whose sum is its lse. In one float32 the sum would lose digits at large logits.
-    The log-probabilities are -inf after column V, and in rows after the valid ones. Loads still run to the next
-    multiple of 8 columns: rows are a multiple of 16 numbers apart, so loads of 16 bytes work for any V.
+    `pair` is the lse_pair of each row. The log-probabilities are -inf after column V, and in rows after the valid ones.
+    Loads still run to the next multiple of 8 columns: rows are a multiple of 16 numbers apart, so loads of 16 bytes
+    work for any V.
     """
     places = stored.numbers + rows.to(tl.int64)[:, None] * stored.stride + cols[None, :]
     mask = row_mask[:, None] & (cols < tl.cdiv(V, 8) * 8)[None, :]
     # A negative number for `other` would be wrong on a GPU: Triton 3.6 packs two 16-bit numbers with their signs.
     u = from_stored(tl.load(places, mask=mask, other=0))
     tile_max = tl.load(max_places(stored, rows, tile), mask=row_mask, other=0.0)
-    high, low = shift
+    reference, log_sum = pair
     dz_du = u
     if softcap is None:
-        log2_q = (u + (tile_max - high)[:, None]) - low[:, None]
+        log2_q = (u + (tile_max - reference)[:, None]) - log_sum[:, None]
     else:
         z, dz_du = capped(u + tile_max[:, None], softcap)
-        log2_q = (z - high[:, None]) - low[:, None]
+        log2_q = (z - reference[:, None]) - log_sum[:, None]
     return tl.where(row_mask[:, None] & (cols < V)[None, :], log2_q, float("-inf")), dz_du
 
 

@@ -1,7 +1,7 @@
 """The kernel that reads stored logits: for each tile, a function of its log-probabilities. No GEMM runs.
 
                  V
-        ┌──┬──┬──┬──┐    for each tile:   log2_q = z - shift of the row, from the stored logits     stored.py
+        ┌──┬──┬──┬──┐    for each tile:   log2_q = z - lse of the row, from the stored logits       stored.py
       n │  │▓▓│  │  │                     G = FUNCTION(log2_q, numbers of rows and columns)
         └──┴──┴──┴──┘                     out = G dz/du, rounded once
 
@@ -21,42 +21,40 @@ from ..gemm.device import interpreted, tiles_for
 from ..gemm.epilogues import Gradient, gradient_of_rows
 from ..gemm.tma import matrix_of, store_tile
 from ..kernel import Kernel
-from ..rows.logit_numbers import LOG2E
-from ..rows.two_sum import rescaled
+from ..rows.logit_numbers import LOG2E, rescaled
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
 from .stored import StoredLogits, log_probabilities
 
 # N tokens, n rows of a chunk, V vocabulary
 
-Shift = Tensor | tuple[Tensor | None, ...]  # row_shift says how
+Pair = Tensor | tuple[Tensor | None, ...]  # row_pair says how
 
 
 @triton.jit
-def row_shift(shift, rows, token, row_mask, N, KNOWN: tl.constexpr):
-    """Two numbers of each row whose sum is its lse. `shift` has two vectors (n,), or one of n and None; with KNOWN a
-    matrix (2, N) of all tokens, in nats.
+def row_pair(pair, rows, token, row_mask, KNOWN: tl.constexpr):
+    """The lse_pair of each row. `pair` has two vectors (n,), or one and None; with KNOWN it is a matrix (N, 2) of all
+    tokens, in nats.
     """
     if KNOWN:
-        high = tl.load(shift + token, mask=row_mask, other=0.0)
-        return rescaled(high, tl.load(shift + N + token, mask=row_mask, other=0.0), LOG2E)
+        reference = tl.load(pair + 2 * token, mask=row_mask, other=0.0)
+        return rescaled(reference, tl.load(pair + 2 * token + 1, mask=row_mask, other=0.0), LOG2E)
     else:
-        high = tl.load(shift[0] + rows, mask=row_mask, other=0.0)
-        low = tl.zeros_like(high)
-        if shift[1] is not None:
-            low = tl.load(shift[1] + rows, mask=row_mask, other=0.0)
-        return high, low
+        reference = tl.load(pair[0] + rows, mask=row_mask, other=0.0)
+        log_sum = tl.zeros_like(reference)
+        if pair[1] is not None:
+            log_sum = tl.load(pair[1] + rows, mask=row_mask, other=0.0)
+        return reference, log_sum
 
 
 @Kernel
 def stored_tiles_kernel(
     stored,  # StoredLogits
     softcap,  # (), if the stored logits are those before it
-    shift,  # row_shift's
+    pair,  # row_pair's
     operands,  # what FUNCTION reads and writes
     out,  # Matrix (n, V) out, with zeros behind the valid rows up to a multiple of 128; None
     valid_tokens,  # ValidTokens
     n,
-    N,
     V,
     FUNCTION: tl.constexpr,
     KNOWN: tl.constexpr,
@@ -77,10 +75,10 @@ def stored_tiles_kernel(
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         row_mask, col_mask = rows < count, cols < V
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
-        of_rows = row_shift(shift, rows, token, row_mask, N, KNOWN)
+        of_rows = row_pair(pair, rows, token, row_mask, KNOWN)
         log2_q, dz_du = log_probabilities(stored, softcap, of_rows, rows, cols, row_mask, tile, V)
         at = (rows, token, cols, row_mask, col_mask, tile)
-        result = FUNCTION(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADIENT)
+        result = FUNCTION(operands, log2_q, at, n, V, KNOWN, KIND, OF_ENTRY, GRADIENT)
         if WRITES:
             if softcap is not None:
                 result *= dz_du
@@ -91,7 +89,7 @@ def stored_tiles_kernel(
 
 
 @triton.jit
-def gradient_of_tile(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADIENT):
+def gradient_of_tile(operands, log2_q, at, n, V, KNOWN, KIND, OF_ENTRY, GRADIENT):
     """G of an objective of rows, from its factors (rows/gradient_factors.py)."""
     rows, _, cols, row_mask, col_mask, _ = at
     return gradient_of_rows(operands, log2_q, rows, cols, row_mask, col_mask)
@@ -99,7 +97,7 @@ def gradient_of_tile(operands, log2_q, at, n, N, V, KNOWN, KIND, OF_ENTRY, GRADI
 
 def launch_stored_tiles(
     stored: StoredLogits,
-    shift: Shift,
+    pair: Pair,
     operands: Any,
     valid_tokens: ValidTokens,
     *,
@@ -119,15 +117,14 @@ def launch_stored_tiles(
     stored_tiles_kernel[(cdiv(classes, tile) * cdiv(n, rows),)](
         stored,
         softcap,
-        shift,
+        pair,
         operands,
         matrix_of(out),
         valid_tokens,
         n,
-        shift.shape[1] if isinstance(shift, Tensor) else n,
         classes,
         FUNCTION=function,
-        KNOWN=isinstance(shift, Tensor),
+        KNOWN=isinstance(pair, Tensor),
         KIND=kind,
         OF_ENTRY=of_entry,
         GRADIENT=gradient,
@@ -146,5 +143,5 @@ def launch_stored_gradient(
     *,
     out: Tensor,  # (n, V)
 ) -> None:
-    shift = factors.reference_logit, None
-    launch_stored_tiles(stored, shift, factors, valid_tokens, function=gradient_of_tile, out=out)
+    pair = factors.reference_logit, None
+    launch_stored_tiles(stored, pair, factors, valid_tokens, function=gradient_of_tile, out=out)

@@ -3,7 +3,7 @@
 valid_tokens.py          the valid tokens and their number, on the device
 copy_rows.py             copies rows of valid tokens side by side, and to rows of another length
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
-logit_numbers.py         logits from the GEMM's products, by logit_scale and softcap
+logit_numbers.py         logits from the GEMM's products, by logit_scale and softcap; their lse_pair
 topk.py                  the K classes of a token: equal classes; the largest entry
 token_numbers.py         the numbers that a function of one token reads, and its results
 finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
@@ -14,5 +14,4 @@ smoothing.py             rank-1 terms
 column_sums.py           sums over tokens, the gradient of the bias among them
 after_chunks.py          the scalar loss, and rows of grad_input at their tokens' places
 grad_output.py           multiplies gradients by the scalar that backward receives
-two_sum.py               a number in two float32
 """

@@ -31,8 +31,8 @@ from ..gemm.tma import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from ..steps.exponentials import RowSums
 from .after_chunks import scale_of_rows
+from .logit_numbers import sum_from_lse
 from .topk import larger_entry, sum_of_equals, topk_at_a_time
-from .two_sum import sum_from_lse
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it

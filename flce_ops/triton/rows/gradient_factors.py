@@ -40,8 +40,7 @@ BLOCK_N = 64
 class KnownRows(NamedTuple):
     """Forward's numbers and the cotangents of all tokens, (N,) each, in the order of all tokens; None if absent."""
 
-    lse: Tensor | None = None
-    lse_rest: Tensor | None = None
+    lse_pair: Tensor | None = None  # (N, 2)
     expected_log_prob: Tensor | None = None
     grad_target_logit: Tensor | None = None  # (N, K) with several classes per token
     grad_lse: Tensor | None = None
@@ -78,11 +77,9 @@ def gradient_factors_kernel(
     row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
     scale = number(logit_numbers.logit_scale, 1.0)
 
-    lse = of_tokens(tokens.lse, token, mask)
-    lse64 = lse.to(tl.float64)
-    if tokens.lse_rest is not None:
-        lse64 += of_tokens(tokens.lse_rest, token, mask).to(tl.float64)
-    exact_lse2 = lse64 * tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
+    reference, log_sum = of_tokens(tokens.lse_pair, 2 * token, mask), of_tokens(tokens.lse_pair, 2 * token + 1, mask)
+    log2e = tl.full((BLOCK_N,), 1.4426950408889634, tl.float64)
+    exact_lse2 = (reference.to(tl.float64) + log_sum.to(tl.float64)) * log2e
     lse2 = exact_lse2.to(tl.float32)
     # p computed as exp2(z2 - lse2) is too large or too small by this factor, because lse2 is rounded
     share = tl.exp2((lse2.to(tl.float64) - exact_lse2).to(tl.float32))
@@ -156,7 +153,7 @@ def launch_gradient_factors(
     """
     column, soft = at_target.column, at_target.column.dim() == 2
     n, block_n, topk = column.shape[0], 1 if soft else BLOCK_N, column.shape[1] if soft else 1
-    lse2, row_factor, residual, sum_factor, shift_factor = row_vectors(tokens.lse, 5, n)
+    lse2, row_factor, residual, sum_factor, shift_factor = row_vectors(tokens.lse_pair, 5, n)
     rows = Gradient(
         lse2,
         row_factor,

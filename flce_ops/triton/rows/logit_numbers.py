@@ -1,4 +1,4 @@
-"""Logits in a kernel: from the products of the GEMM, by logit_scale and softcap."""
+"""Logits in a kernel: from the products of the GEMM, by logit_scale and softcap; and their lse_pair (meta/call.py)."""
 
 import triton
 import triton.language as tl
@@ -52,3 +52,43 @@ def capped(z2, softcap):
     """(z of logits before a softcap, dz/du / logit_scale), all in base 2."""
     cap = number(softcap)
     return base2_logits(z2, None, LogitOptions(cap, 1.0), LogitOptions(cap, LN2))  # type: ignore[arg-type]
+
+
+@triton.jit
+def rescaled(reference, log_sum, FACTOR: tl.constexpr):
+    """An lse_pair times FACTOR. What the rounding of the reference takes goes into the other number."""
+    factor = tl.full(reference.shape, FACTOR, tl.float64)  # a plain Python number would be rounded to float32
+    product = reference.to(tl.float64) * factor
+    rounded = product.to(tl.float32)
+    rest = tl.where(tl.abs(rounded) < float("inf"), product - rounded.to(tl.float64), 0.0)
+    return rounded, (log_sum.to(tl.float64) * factor + rest).to(tl.float32)
+
+
+@triton.jit
+def store_pair(pointer, token, reference2, log2_sum, mask, inside):  # out (N, 2)
+    """Stores an lse_pair in nats; 0 where `mask` is not set."""
+    reference, log_sum = rescaled(reference2, log2_sum, LN2)
+    tl.store(pointer + 2 * token, tl.where(mask, reference, 0.0), mask=inside)
+    tl.store(pointer + 2 * token + 1, tl.where(mask, log_sum, 0.0), mask=inside)
+
+
+@triton.jit
+def sum_from_lse(logit_sum2, class_weight_sum, lse2):
+    """sum_j w_j (z_j - lse) in nats, from sum_j w_j z_j and lse in base 2. Logits of half operands with a large offset
+    have lost the digits that this difference loses.
+    """
+    return (logit_sum2 - class_weight_sum * lse2) * LN2
+
+
+@triton.jit
+def surprisal_in_nats(target_logit2, reference2, log2_sum):
+    """The same bits as `surprisal` in flce_ops/math/statistics.py: the target's logit is rounded to nats before the
+    difference.
+    """
+    reference, log_sum = rescaled(reference2, log2_sum, LN2)
+    ln2 = tl.full(reference2.shape, 0.6931471805599453, tl.float32)
+    # fma(..., 0) rounds the product. A plain product and the subtraction below would be compiled to one FMA, which does
+    # not round the product.
+    target_logit = tl.fma(target_logit2, ln2, tl.zeros_like(ln2))
+    distance = (reference - target_logit) + log_sum
+    return tl.where(distance < 0.0, 0.0, distance)

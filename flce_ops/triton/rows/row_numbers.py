@@ -2,7 +2,7 @@
 
 With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
 
-    lse               r + log Z
+    lse               r + log Z, one number or an lse_pair
     expected          sum_j E_j (z_j - r) / Z - log Z, the expected log-probability, and the entropy its negative
     log_sum_sq_probs  log sum_j E_j^2 - 2 log Z
     mean_logit        sum_j z_j / V
@@ -26,7 +26,7 @@ from ..kernel import Kernel
 from ..steps.exponentials import Asked, RowSums
 from .finish_rows import ROWS, TILES
 from .gather_tokens import AtTarget
-from .two_sum import lse_in_nats, sum_from_lse
+from .logit_numbers import rescaled, store_pair, sum_from_lse
 from .valid_tokens import ValidTokens, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary (of this rank), T tiles along it
@@ -36,14 +36,14 @@ class RowOutputs(NamedTuple):
     """(N,) each, in the order of all tokens; None if not requested."""
 
     target_logit: Tensor | None = None  # or (N, K)
-    lse: Tensor | None = None
+    lse_pair: Tensor | None = None  # (N, 2)
     logit_sum: Tensor | None = None
     expected_log_prob: Tensor | None = None
     max_logit: Tensor | None = None
     argmax: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     mean_logit: Tensor | None = None
-    lse_rest: Tensor | None = None
+    lse: Tensor | None = None
     entropy: Tensor | None = None
     losses: Tensor | None = None  # of given logits
 
@@ -98,11 +98,11 @@ def row_numbers_kernel(
         # in another order.
         row_sum = tl.maximum(row_sum, tl.exp2(largest - reference2), propagate_nan=tl.PropagateNan.ALL)
     log2_sum = tl.log2(row_sum)
-    lse, rest = lse_in_nats(reference2, log2_sum)
+    if outputs.lse_pair is not None:
+        store_pair(outputs.lse_pair, token, reference2, log2_sum, mask, inside)
     if outputs.lse is not None:
-        tl.store(outputs.lse + token, tl.where(mask, lse, 0.0), mask=inside)
-    if outputs.lse_rest is not None:
-        tl.store(outputs.lse_rest + token, tl.where(mask, rest, 0.0), mask=inside)
+        reference, log_sum = rescaled(reference2, log2_sum, LN2)  # as lse_pair, so that the bits are the same
+        tl.store(outputs.lse + token, tl.where(mask, reference + log_sum, 0.0), mask=inside)
     if outputs.logit_sum is not None:
         logit_sum2 = tl.load(sums.logit_sum + i, mask=mask, other=0.0)
         logit_sum = sum_from_lse(logit_sum2, number(class_weight_sum, V), reference2 + log2_sum)
@@ -159,4 +159,7 @@ def launch_row_statistics(
 ) -> None:
     """Of finished rows. `statistics` has rows for all tokens, `sums` for those of `valid_tokens`."""
     if any(out is not None for out in statistics):
-        launch_row_numbers(sums, None, RowOutputs(**statistics._asdict()), valid_tokens, num_classes)
+        outputs, lse = RowOutputs(**statistics._asdict()), statistics.lse
+        if lse is not None and lse.dim() == 2:  # of a shard
+            outputs = outputs._replace(lse=None, lse_pair=lse)
+        launch_row_numbers(sums, None, outputs, valid_tokens, num_classes)

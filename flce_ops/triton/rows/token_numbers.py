@@ -10,14 +10,15 @@ numbers there.
 import triton.language as tl
 from torch import Tensor
 
+from ...objectives.in_triton import LN2
 from ...objectives.token_function import Slopes
 from ...objectives.token_objective import FunctionObjective, GivenLosses, LossesOfRows
 from ...support.integers import cdiv
 from ..kernel import Kernel, launches
 from ..steps.exponentials import RowSums
 from .finish_rows import ROWS, TILES, Tokens, row_sums
+from .logit_numbers import rescaled, surprisal_in_nats
 from .topk import topk_at_a_time
-from .two_sum import lse_in_nats, surprisal_in_nats
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, C numbers of a token
@@ -47,8 +48,8 @@ def token_numbers_kernel(
     row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK, BLOCK_T)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
-    lse, _ = lse_in_nats(reference, log2_sum)
-    tl.store(lse_ptr + i, tl.where(mask, lse, 0.0), mask=i < n)
+    high, low = rescaled(reference, log2_sum, LN2)
+    tl.store(lse_ptr + i, tl.where(mask, high + low, 0.0), mask=i < n)
     row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
     for start in range(0, TOPK, BLOCK_TOPK):
         k = start + tl.arange(0, BLOCK_TOPK)

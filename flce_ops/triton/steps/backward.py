@@ -56,8 +56,8 @@ def run_over_tokens(call: Backward) -> meta.Gradients:
     outputs, (input, linear_weight) = meta.outputs(call), call.operands[:2]
     make_vectors_contiguous(call)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
-    call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
-        call.lse, call.lse_rest, call.expected_log_prob, call.grad_expected_log_prob
+    call.lse_pair, call.expected_log_prob, call.grad_expected_log_prob = contiguous(
+        call.lse_pair, call.expected_log_prob, call.grad_expected_log_prob
     )
     with torch.cuda.device_of(input):
         valid_tokens, place = compact_tokens(call.operands.target, call.ignore_index, linear_weight.shape[0])
@@ -84,7 +84,7 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
     adds = isinstance(call, BackwardInPlace)
     gemms = GradientGemms(gradients, input, linear_weight, chunking, call.batch_invariant, adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
-    known = KnownRows(call.lse, call.lse_rest, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
+    known = KnownRows(call.lse_pair, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = input.new_empty(chunking.chunks[0].stop, padded(num_classes, input.dtype.itemsize))
 
     def make_gradient(chunk: slice, here: ValidTokens, rows: Tensor) -> ChunkGradient:
