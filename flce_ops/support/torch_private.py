@@ -52,14 +52,19 @@ graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_k
 profiler_is_on = torch._C._autograd._profiler_enabled
 
 
+PROBE = torch.empty(0)
+
+
 def forward_mode_is_active() -> bool:
-    """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent."""
-    return forward_ad._current_level >= 0
+    """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent, and
+    unpack_dual returns what it is given.
+    """
+    return forward_ad.unpack_dual(PROBE).primal is not PROBE
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether one of the tensors has a forward-mode tangent."""
-    if forward_ad._current_level < 0:
+    if not forward_mode_is_active():
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
