@@ -21,7 +21,7 @@ from .functional import (
     linear_token_loss,
 )
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from .objectives.token_losses import token_loss
+from .objectives.token_function import token_loss
 from .support.path import Path, last_path
 from .support.workspace import get_workspace, set_workspace, workspace
 from .version import __version__

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import accumulation_dtype
-from ..math.shards import log_denominator, shard_rows
+from ..math.options import KlDivOperands, KlDivOptions, accumulation_dtype
+from ..math.shards import all_gather, all_reduce, log_denominator, shard_rows
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
-from ..support.exchange import all_gather, all_reduce
 from ..support.integers import cdiv
 from . import chunks
 from .gradients import accumulator_of, rows_beside_gradients, run_blocks

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, LogitOptions, Statistics, accumulation_dtype, changed
-from ..math.topk import in_columns
+from ..math.options import Cotangents, LogitOptions, Statistics, accumulation_dtype, changed, in_columns
 from ..meta.arguments import Backward, LogitsBackward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v classes of this rank

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from .. import meta
-from ..math.topk import tokens_that_count
+from ..math.options import tokens_that_count
 from ..meta.call import Arguments, takes
 from ..meta.outputs import AXES
-from ..objectives.token_objective import zero_where
+from ..objectives.token_function import zero_where
 from ..support.target_range import assert_in_range, in_range
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from ..math import shards
-from ..math.options import Statistics, TokenStatistics
+from ..math.options import Statistics, TokenStatistics, beside_topk
 from ..math.reduction import Reduction
 from ..math.statistics import lse_of_pair, surprisal
-from ..math.topk import beside_topk
 from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
-from ..objectives.token_losses import token_loss_named
-from ..objectives.token_objective import FunctionObjective
+from ..objectives.token_function import FunctionObjective, token_loss_named
 from .chunks import WHOLE_CHUNK, copied_rows
 from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
 from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast

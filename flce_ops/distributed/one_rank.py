@@ -6,6 +6,7 @@ DTensors. This file does not import torch.distributed.
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -78,3 +79,13 @@ class OneRank:
 
     def result(self, found: Tensor) -> Tensor:  # (N,) or (N, K) -> (...) or (..., K)
         return found if len(self.shape) == 1 else found.reshape((*self.shape, *found.shape[1:]))
+
+
+def any_dtensor(*tensors: Tensor | None) -> bool:
+    """Does not import torch.distributed.tensor for users without DTensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None:
+        for tensor in tensors:
+            if isinstance(tensor, module.DTensor):
+                return True
+    return False

@@ -35,11 +35,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..aten.logits import activate_with_slope
-from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype, changed
+from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype, changed, in_columns
 from ..math.reduction import Reduction
 from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
 from ..math.statistics import Rows, asked_of_rows, statistics_of_shards
-from ..math.topk import in_columns
 from ..meta.arguments import Forward, LogitsForward, WithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows

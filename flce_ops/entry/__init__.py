@@ -30,8 +30,7 @@ from .. import ops as inner_operators  # noqa: F401, registers them
 from ..meta.call import Arguments
 from ..ops.autocast import cast_operands, has_autocast
 from ..ops.registration import library
-from ..support.holes import refuse_hole
-from ..support.running import running
+from ..support.holes import refuse_hole, running
 from . import cross_entropy, kl_div, log_probs, logits, schemas, token_loss
 
 METRICS = "(Tensor loss, Tensor token_accuracy, Tensor argmax)"  # of given logits

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..math import options
-from ..math.kl_div_arguments import TEACHER, KlDivOperands
-from ..math.options import Number, accumulation_dtype
+from ..math.options import TEACHER, KlDivOperands, Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
-from ..objectives import class_probabilities, cross_entropy, policy, token_function
+from ..objectives import cross_entropy, divergence, policy, token_function
 from ..support.holes import refuse_hole
 from ..support.symbolic import SYMBOLIC, known_only_when_it_runs, same_shape
 from ..support.torch_private import check_value
@@ -251,7 +250,7 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             f"{OP}: ignore_index is a class index, but target holds class probabilities; leave it out (got "
             f"{call.ignore_index}), and give tokens that do not count a token_weight of 0"
         )
-    undeclared = set(cross_entropy.LossOptions._fields) - set(class_probabilities.OPTIONS)
+    undeclared = set(cross_entropy.LossOptions._fields) - set(divergence.OPTIONS_OF_PROBABILITIES)
     for name in sorted(undeclared):
         if getattr(call.numbers, name) != cross_entropy.LossNumbers._field_defaults[name]:
             instead = "; add it from linear_log_probs' lse" if name == "z_loss" else ""

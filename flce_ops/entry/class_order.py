@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..distributed.one_rank import any_dtensor
 from ..math.options import TokenStatistics
 from ..meta.checks import check_device
-from ..support.dtensors import any_dtensor
 from ..support.torch_private import check_value
 from .schemas import CrossEntropy
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..distributed import vocab_parallel
+from ..distributed.one_rank import any_dtensor
 from ..math.options import Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import WithGrad as Operator
 from ..meta.checks import check_main_grad
 from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
-from ..support.dtensors import any_dtensor
 from .arguments import OP, check_arguments
 from .class_order import check_class_order, in_class_order, in_order_of_ids
 from .kl_div import loss_of_probabilities

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from ..distributed.one_rank import OneRank
-from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import LogitNumbers, Number, accumulation_dtype, logit_options, scalar
+from ..math.options import KlDivOperands, KlDivOptions, LogitNumbers, Number, accumulation_dtype, logit_options, scalar
 from ..math.reduction import mean_denominator, row_factor, weighted_sum
 from ..meta.arguments import KlDivForward, KlDivWithGrad
-from ..objectives.class_probabilities import smoothed_and_weighted
-from ..objectives.divergence import KINDS
+from ..objectives.divergence import KINDS, smoothed_and_weighted
 from ..ops.call_facts import gradients_wanted, loss_facts, needs_gradient
 from ..ops.paths import path_of_loss
 from ..support.symbolic import known_only_when_it_runs
@@ -136,7 +134,7 @@ def reduced(
 
 def loss_of_probabilities(call: CrossEntropy) -> Tensor:  # () or (...)
     """The loss of targets that are class probabilities, as in F.cross_entropy: a kind of divergence of its own, whose
-    formula is in flce_ops/objectives/class_probabilities.py.
+    formula is in flce_ops/objectives/divergence.py.
 
     The loss of a token is nan if its q has a negative entry. The mean divides by the number of all tokens: neither
     ignore_index nor class weights change its denominator.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.one_rank import any_dtensor
 from ..math.options import Number, accumulation_dtype
 from ..meta.checks import check_device
-from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
 from ..support.torch_private import check_value
 

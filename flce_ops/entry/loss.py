@@ -39,12 +39,12 @@ from ..math.options import (
     TokenLosses,
     TokenStatistics,
     accumulation_dtype,
+    beside_topk,
     logit_options,
     scalar,
 )
 from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
 from ..math.statistics import Rows, asked_of_rows
-from ..math.topk import beside_topk
 from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossNumbers, LossOptions, loss_options, losses_of_rows

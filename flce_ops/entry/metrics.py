@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..distributed.one_rank import any_dtensor
 from ..math.options import Number, Statistics
 from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from ..support.dtensors import any_dtensor
 
 # results of torch.ops.flce.linear_cross_entropy_metrics after the loss
 RESULTS = ("token_accuracy", "is_top1", *Statistics._fields)

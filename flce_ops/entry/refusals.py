@@ -11,8 +11,8 @@ feature that does not combine with everything adds its name and its rows here.
 
 from typing import Any
 
+from ..distributed.one_rank import any_dtensor
 from ..ops.call_facts import gradients_wanted, needs_gradient
-from ..support.dtensors import any_dtensor
 from ..support.holes import not_implemented
 from ..support.torch_private import functorch_is_active
 from .schemas import CrossEntropy, CrossEntropyMetrics

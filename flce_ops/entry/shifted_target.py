@@ -11,8 +11,8 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..distributed.one_rank import any_dtensor
 from ..meta.checks import check_dense
-from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
 from .arguments import resolve_ignore_index
 

@@ -20,9 +20,7 @@ from ..math.reduction import Reduction
 from ..math.statistics import log_probs_of_targets
 from ..meta.arguments import WithGrad
 from ..objectives.policy import policy_of
-from ..objectives.token_function import TokenLoss, own
-from ..objectives.token_losses import token_loss_named
-from ..objectives.token_objective import harmless, zero_where
+from ..objectives.token_function import TokenLoss, harmless, own, token_loss_named, zero_where
 from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
 from .arguments import check_policy_loss, check_token_loss

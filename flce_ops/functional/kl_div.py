@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..distributed.one_rank import any_dtensor
 from ..entry.arguments import ReductionName
 from ..entry.kl_div import OP
 from ..meta.checks import check_dense, check_per_class
 from ..objectives.divergence import Kind
-from ..support.dtensors import any_dtensor
 from ..support.holes import refuse_hole
 from .public import call_entry, public
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..entry.arguments import ReductionName
 from ..math.options import number_tensor
-from ..objectives.token_losses import token_loss_of
+from ..objectives.token_function import token_loss_of
 from .policy import LinearPolicyResult
 from .public import call_entry, public
 

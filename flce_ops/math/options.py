@@ -20,12 +20,11 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ..support.running import running
+from ..support.holes import running
 from ..support.symbolic import SYMBOLIC, finite_in, known_only_when_it_runs
 from .sparse_gradient import SparseGradient
-from .topk import tokens_that_count
 
-# N tokens, K classes, D hidden, V vocabulary (if it is sharded, a rank's part)
+# N tokens, K classes, D and E hidden of student and teacher, V vocabulary (if it is sharded, a rank's part)
 
 
 CLASSES_PER_MAXIMUM = 128  # a tile of a Triton kernel has at least this many classes
@@ -245,3 +244,65 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     have.
     """
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def tokens_that_count(target: Tensor, ignore_index: int) -> Tensor:  # (N,) or (N, K) -> (N,) bool
+    counts = target != ignore_index
+    return counts if target.dim() == 1 else counts.any(1)
+
+
+def beside_topk(per_token: Tensor, per_target: Tensor) -> Tensor:  # (...), and (...) or (..., K) -> (...) or (..., 1)
+    return per_token if per_token.dim() == per_target.dim() else per_token.unsqueeze(-1)
+
+
+def in_columns(per_target: Tensor) -> Tensor:  # (N,) or (N, K) -> (N, K)
+    return per_target.unsqueeze(1) if per_target.dim() == 1 else per_target
+
+
+def repeats(target: Tensor) -> Tensor:  # (..., K) -> (..., K) bool
+    """Whether the same class stands earlier in the same row."""
+    ordered, order = target.sort(stable=True, dim=-1)
+    same = torch.zeros_like(target, dtype=torch.bool)
+    same[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    return torch.zeros_like(same).scatter(-1, order, same)
+
+
+class KlDivOperands(NamedTuple):
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    linear_bias: Tensor | None  # (V,)
+    teacher_input: Tensor | None  # (N, E)
+    teacher_weight: Tensor | None  # (V, E)
+    teacher_bias: Tensor | None  # (V,)
+    teacher_probs: Tensor | None  # (N, V), instead of the three tensors above
+    valid: Tensor | None  # (N,) bool; rows where it is False are not read
+
+
+TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_probs")
+
+
+class KlDivOptions(NamedTuple):
+    kind: str = "forward"  # one of KINDS; or "cross_entropy", with teacher_probs
+    beta: Tensor | None = None  # (), for "jsd"
+    logit_scale: Tensor | None = None  # (), as are the next three
+    softcap: Tensor | None = None
+    teacher_logit_scale: Tensor | None = None
+    teacher_softcap: Tensor | None = None
+    # if ranks share the vocabulary: their process group, their number, and V over all of them
+    group: str | None = None
+    ranks: int = 1
+    vocab_size: Annotated[int | None, "SymInt?"] = None
+    batch_invariant: bool = False  # the bits of a row of grad_input must not depend on other tokens
+
+    @property
+    def student(self) -> LogitOptions:
+        return LogitOptions(self.softcap, self.logit_scale)
+
+    @property
+    def teacher(self) -> LogitOptions:
+        return LogitOptions(self.teacher_softcap, self.teacher_logit_scale)
+
+    @property
+    def of_student(self) -> bool:
+        """Whether the gradient needs K, a sum over the student's distribution (objectives/divergence.py)."""
+        return self.kind not in ("forward", "cross_entropy")

@@ -1,15 +1,14 @@
-"""For rows whose classes are spread over ranks: combines the numbers of the shards."""
+"""For rows whose classes are spread over ranks: exchanges the numbers of the shards and combines them."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..support.exchange import all_gather
 from ..support.integers import cdiv
-from .options import Statistics, TokenStatistics, changed
+from ..support.torch_private import collectives
+from .options import Statistics, TokenStatistics, changed, in_columns, tokens_that_count
 from .statistics import lse_of_pair, statistics_of_shards
-from .topk import in_columns, tokens_that_count
 
 # N tokens, n rows of a chunk, V vocabulary, R ranks that share it
 
@@ -152,3 +151,16 @@ def target_columns(
     column = target.long() - vocab_start
     hit = (target != ignore_index) & (column >= 0) & (column < num_classes)
     return tokens_that_count(target, ignore_index), hit, in_columns(torch.where(hit, column, 0))
+
+
+def all_gather(numbers: Tensor, group: str | None, ranks: int) -> Tensor:  # (...) -> (R, ...)
+    if ranks == 1:
+        return numbers[None]
+    gathered = collectives.all_gather_into_tensor(numbers, ranks, group)
+    return collectives.wait_tensor(gathered).view(ranks, *numbers.shape)
+
+
+def all_reduce(numbers: Tensor, group: str | None, ranks: int) -> Tensor:
+    if ranks == 1:
+        return numbers
+    return collectives.wait_tensor(collectives.all_reduce(numbers, "sum", group))

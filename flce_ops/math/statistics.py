@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .options import Statistics, TokenStatistics, changed
-from .topk import beside_topk, repeats
+from .options import Statistics, TokenStatistics, beside_topk, changed, repeats
 
 # N tokens, K classes of a target (..., K), R ranks that share the vocabulary
 

@@ -6,8 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
-from ..math.options import Cotangents, LogitOperands, LogitOptions, Operands, Statistics
+from ..math.options import Cotangents, KlDivOperands, KlDivOptions, LogitOperands, LogitOptions, Operands, Statistics
 from ..math.reduction import Reduction
 from ..math.sparse_gradient import SparseGradient
 from ..objectives.cross_entropy import LossOptions
@@ -104,7 +103,7 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
     batch_invariant: bool = False  # as of backward
-    # If the losses of tokens are those of a function of one token: its name in objectives/token_losses.py, and its
+    # If the losses of tokens are those of a function of one token: its name in objectives/token_function.py, and its
     # tensors, (N, ...) or () each, which are constants.
     function: OptionalStr = None
     tensors: list[Tensor] | None = None

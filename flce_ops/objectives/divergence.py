@@ -239,3 +239,22 @@ DIVERGENCES: dict[str, type[Divergence]] = {
     "nla": NegativeLogAcceptance,
     "cross_entropy": ClassProbabilities,
 }
+
+
+# of cross-entropy; a target of class probabilities refuses the others
+OPTIONS_OF_PROBABILITIES = ("label_smoothing",)
+
+
+def smoothed_and_weighted(
+    target: Tensor,  # (..., V)
+    weight: Tensor | None,  # (V,)
+    label_smoothing: float,
+    dtype: torch.dtype,  # dtype of the sums
+) -> Tensor:  # (..., V), p
+    """Returns p: `target` itself if no option changes it; otherwise a new matrix, in `dtype` or wider."""
+    target = target.detach()
+    if label_smoothing == 0.0 and weight is None:
+        return target
+    weight = target.new_ones(target.shape[-1:], dtype=dtype) if weight is None else weight.detach().to(dtype)
+    p = target * (weight * (1.0 - label_smoothing))
+    return p if label_smoothing == 0.0 else p.add_(weight * (label_smoothing / target.shape[-1]))

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..math.options import LARGEST, OptionalScalar, Ranges, Scalar, scalar, scalar_unless
-from .token_function import TokenLoss
-from .token_losses import registered
+from .token_function import TokenLoss, registered
 
 # n tokens of a chunk
 

@@ -26,8 +26,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents
-from ..math.topk import beside_topk
+from ..math.options import Cotangents, beside_topk
 
 # N tokens, K classes of each
 
@@ -155,3 +154,21 @@ class RowObjective(RowNumbers):
             return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
 
         return Cotangents(scaled(d_target, by_target), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)
+
+
+class GivenSlopes(RowObjective):
+    """`tokens` is a Cotangents, where None stands for 0. The value is not a loss, and nothing reads it."""
+
+    @RowFunction
+    def of_target(surprisal, weight, at, given):
+        slope = where(surprisal < 0.0, 0.0, 0.0)
+        if given.tokens.grad_target_logit is not None:
+            slope = -of_tokens(given.tokens.grad_target_logit, at)
+        return slope, slope
+
+    @RowFunction
+    def of_row(value, slope, lse, logit_sum, at, given):
+        d_lse = where(lse < 0.0, 0.0, 0.0)
+        if given.tokens.grad_lse is not None:
+            d_lse = of_tokens(given.tokens.grad_lse, at)
+        return value, d_lse

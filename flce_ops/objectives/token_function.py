@@ -9,12 +9,19 @@ gradient GEMMs, on the numbers of a chunk's tokens.
     autograd                       d loss_i / d log_prob_i, and by lse_i or entropy_i if the function reads these
 
 vmap refuses what a function of one token cannot do: read another token's numbers, draw random numbers, branch on a
-value, or read one on the host. An operator takes the function's name, because schemas have no functions
-(token_losses.py).
+value, or read one on the host. An operator takes the function's name, because schemas have no functions:
+
+    registered     by @token_loss, for torch.compile, torch.export and direct calls of operators; kept
+    of an eager call, any callable, even a lambda; kept while a call or its backward needs it
+
+As a row objective, ATen calls FunctionObjective for a block of rows. In Triton a kernel finds the row numbers, the
+function runs on these (triton/rows/row_numbers.py), and the kernel that finishes rows reads the results, GivenLosses.
 """
 
 import functools
 import inspect
+import itertools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,9 +30,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..support.compile_cache import add_function_to_key
+from ..support.compile_cache import add_function_to_key, digest_of_function
 from ..support.holes import refuse_hole
 from ..support.torch_private import functorch_is_active, with_autograd, with_unwrapped
+from .row import RowFunction, RowObjective, Slope, of_tokens
 
 # N tokens, n of a chunk, K classes of each
 
@@ -211,3 +219,131 @@ def can_be_read(tensor: Tensor) -> bool:
 def own(tensor: Tensor) -> Tensor:
     """A copy of a tensor that was made in inference mode, as roll-outs are: autograd does not save the tensor."""
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+
+
+registered: dict[str, TokenLoss] = {}
+_of_calls: weakref.WeakValueDictionary[str, TokenLoss] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def token_loss(function: Callable | None = None, *, name: str | None = None, compile: bool = False) -> Any:
+    """Registers a function of one token's log-probability, so that torch.compile and torch.export take
+    ``linear_token_loss`` of it. A decorator.
+
+    Args:
+        function: as in ``linear_token_loss``.
+        name: what operators call the function; None stands for its qualified name. A saved program or a compiled graph
+            finds the function by it. A second, different function is refused under a name that is taken.
+        compile: let Inductor fuse the mapped function with its derivative. The first call runs as without it; the
+            second compiles for some seconds. Worth it if small steps wait for the host. Has an effect where forward
+            makes the gradients.
+
+    Returns:
+        A callable that ``linear_token_loss`` takes. A call of it calls the function.
+    """
+    if function is None:
+        return functools.partial(token_loss, name=name, compile=compile)
+    if not callable(function):
+        raise TypeError(f"token_loss: expected a function of one token, got {type(function).__name__}")
+    if name is None:
+        qualified = getattr(function, "__qualname__", "<lambda>")
+        if qualified.endswith("<lambda>"):
+            raise TypeError(
+                "token_loss: expected name, because a lambda, a partial or an object has no name of its own"
+            )
+        name = f"{function.__module__}.{qualified}"
+    if not re.fullmatch(r"[\w.<>]+", name):
+        raise ValueError(f"token_loss: expected name to be a dotted name, got {name!r}")
+    taken = registered.get(name)
+    if taken is not None and digest_of_function(taken.function) != digest_of_function(function):
+        raise ValueError(
+            f"token_loss: expected another name than {name!r}, under which a different function is registered; pass "
+            "name=, or a number that differs as an argument of the function"
+        )
+    registered[name] = TokenLoss(function, name, compile=compile)
+    return registered[name]
+
+
+def token_loss_of(function: Any) -> TokenLoss:
+    """The token loss that a user passed: a registered one, or any callable in eager mode. Dynamo traces this."""
+    if isinstance(function, TokenLoss):
+        return function
+    if not callable(function):
+        raise TypeError(f"{OP}: expected function to be a function of one token, got {type(function).__name__}")
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            f"{OP}: expected function to be registered, because a graph holds its name; decorate it with "
+            "@flce_ops.token_loss"
+        )
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    loss = TokenLoss(function, f"{name}#{next(_numbers)}")
+    _of_calls[loss.name] = loss
+    return loss
+
+
+def token_loss_named(name: str) -> TokenLoss:
+    found = registered.get(name) or _of_calls.get(name)
+    if found is None:
+        raise RuntimeError(
+            f"{OP}: expected function to be the name of a registered function, got {name!r}; import the module that "
+            "registers it with @flce_ops.token_loss"
+        )
+    return found
+
+
+def zero_where(ignored: Tensor, tensor: Tensor) -> Tensor:  # (N,), (N, ...)
+    """The tensor of a token function, with 0 where no token counts. A 0-d tensor stays."""
+    return tensor.masked_fill(ignored.view(-1, *[1] * (tensor.dim() - 1)), 0) if tensor.dim() else tensor
+
+
+def harmless(name: str, numbers: Tensor, counts: Tensor) -> Tensor:
+    """Numbers of rows as a function reads them."""
+    return torch.where(counts, numbers, HARMLESS[name])
+
+
+class FunctionObjective(RowObjective):
+    """`options` is a TokenLoss, `tokens` a tuple of its tensors, (N, ...) or (). In ATen `weight` says which targets
+    count, (N,) or (N, K) bool.
+    """
+
+    bounded = True
+
+    def of(self, rows: slice) -> "FunctionObjective":
+        tokens = tuple(tensor[rows] if tensor.dim() else tensor for tensor in self.tokens)
+        return self._replace(tokens=tokens, weight=None if self.weight is None else self.weight[rows])
+
+    def losses_and_slopes(
+        self, surprisal: Tensor, lse: Tensor, logit_sum: Tensor | None
+    ) -> tuple[Tensor, tuple[Slope, Slope]]:
+        function, counts, again = self.options, self.weight, torch.is_grad_enabled() and surprisal.requires_grad
+        assert counts is not None
+        valid = counts.any(-1) if self.soft else counts
+        read = harmless("lse", lse, valid) if "lse" in function.reads else None
+        log_prob = harmless("log_prob", -surprisal, counts)
+        losses, slopes = function.losses_and_slopes(log_prob, read, self.tokens, create_graph=again)
+        d_target = torch.where(counts, slopes.log_prob, 0.0)  # a slope may be nan where no token counts
+        d_lse = -(d_target.sum(-1) if self.soft else d_target)
+        return losses, (d_target, d_lse if slopes.lse is None else d_lse + torch.where(valid, slopes.lse, 0.0))
+
+
+class LossesOfRows(NamedTuple):
+    losses: Tensor  # (n,)
+    by_lse: Tensor | None  # (n,)
+
+
+class GivenLosses(RowObjective):
+    """`tokens` is a LossesOfRows, `weight` the derivatives by log_prob, (n,) or (n, K): by rows of the chunk."""
+
+    bounded = True
+    by_row = True
+
+    @RowFunction
+    def of_target(surprisal, weight, at, given):
+        return 0.0 * weight, -weight
+
+    @RowFunction
+    def of_row(value, slope, lse, logit_sum, at, given):
+        d_lse = slope
+        if given.tokens.by_lse is not None:
+            d_lse = slope + of_tokens(given.tokens.by_lse, at)
+        return of_tokens(given.tokens.losses, at), d_lse

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..math.kl_div_arguments import TEACHER
+from ..math.options import TEACHER
 from ..meta.call import Arguments
 from ..meta.checks import is_dense
 

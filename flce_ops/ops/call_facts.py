@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.kl_div_arguments import KlDivOperands, KlDivOptions
+from ..math.options import KlDivOperands, KlDivOptions
 from ..math.shards import shard_rows
 from ..meta.arguments import Backward
 from ..support import torch_private

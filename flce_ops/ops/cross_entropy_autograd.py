@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..math.options import Cotangents
 from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
-from ..support.holes import refuse_hole
-from ..support.running import running
+from ..support.holes import refuse_hole, running
 from ..support.torch_private import functorch_is_active, has_hooks, root_of
 from .autograd import of_lse
 from .function import OperatorFunction, save

@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._ops import add_op_namespace_prefix
-from ..math.kl_div_arguments import KlDivOptions
-from ..math.options import LogitOptions, numbers_of
+from ..math.options import KlDivOptions, LogitOptions, numbers_of
 from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
-from ..support.holes import refuse_hole
-from ..support.running import running
+from ..support.holes import refuse_hole, running
 from ..support.torch_private import (
     below_autograd,
     forward_mode_is_active,

@@ -7,7 +7,7 @@
 The teacher is constant. Requesting a gradient for it is an error.
 """
 
-from ..math.kl_div_arguments import TEACHER
+from ..math.options import TEACHER
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..meta.checks import check_constants
 from ..objectives.divergence import DIVERGENCES

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..support.holes import refuse_hole
-from ..support.running import running
+from ..support.holes import refuse_hole, running
 from ..support.torch_private import graph_is_kept_after_this_backward, is_batched, written_over_where_donated
-from ..support.vendor import has_triton, made_by_nvidia
+from ..support.versions import has_triton, made_by_nvidia
 from .function import OPERANDS, OperatorFunction, restore
 
 # N tokens

@@ -19,9 +19,8 @@ import torch
 from ..math.options import TokenLosses, saved_columns
 from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
-from ..support.path import Choice
-from ..support.table import Condition, Path, choose
-from ..support.vendor import made_by_nvidia
+from ..support.path import Choice, Condition, PathRow, choose
+from ..support.versions import made_by_nvidia
 from ..support.workspace import rows_to_retain
 from .call_facts import CallFacts, loss_facts
 
@@ -88,22 +87,22 @@ SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, SPARSE)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
-        Path("one pass", (*OF_OPERANDS, NO_MAIN_GRAD)),
-        Path("sparse", SPARSE_IN_FORWARD),
-        Path("recompute", ()),
+        PathRow("one pass", (*OF_OPERANDS, NO_MAIN_GRAD)),
+        PathRow("sparse", SPARSE_IN_FORWARD),
+        PathRow("recompute", ()),
     ),
     "a scalar loss over a sharded vocabulary": (
-        Path("one pass", (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS)),
-        Path("recompute", ()),
+        PathRow("one pass", (ONE_DIMENSION, EVERY_RANK, ONE_CLASS_A_TOKEN, *OF_OPERANDS)),
+        PathRow("recompute", ()),
     ),
     "a scalar loss of token functions": (
-        Path("one pass", (ALL_CLASSES, NOT_SPARSE, NO_ENTROPY, WANTS_GRADIENT, *IN_FORWARD)),
-        Path("recompute", ()),
+        PathRow("one pass", (ALL_CLASSES, NOT_SPARSE, NO_ENTROPY, WANTS_GRADIENT, *IN_FORWARD)),
+        PathRow("recompute", ()),
     ),
     "a scalar loss of given logits": (
-        Path("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE)),
-        Path("one pass", OF_LOGITS),
-        Path("recompute", ()),
+        PathRow("in place", (*OF_LOGITS, HANDED_OVER, NOT_LEAF, WHOLE)),
+        PathRow("one pass", OF_LOGITS),
+        PathRow("recompute", ()),
     ),
 }
 
@@ -119,17 +118,17 @@ PRODUCT_SAVED = Condition(
 DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
 SAVE_LOGITS = {
     "logits between a forward operator and its backward one": (
-        Path("save", (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU)),
-        Path("recompute", ()),
+        PathRow("save", (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU)),
+        PathRow("recompute", ()),
     ),
 }
 
 
-def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> tuple[Path, ...]:
+def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> tuple[PathRow, ...]:
     """Two paths: the Triton kernel if the conditions hold, otherwise the ATen kernel. Each kernel is named as
     ".module:function" in its folder.
     """
-    return Path("triton", conditions, f".triton{in_triton}"), Path("aten", (), f".aten{in_aten}")
+    return PathRow("triton", conditions, f".triton{in_triton}"), PathRow("aten", (), f".aten{in_aten}")
 
 
 KERNELS = {
@@ -143,11 +142,9 @@ KERNELS = {
     "linear_cross_entropy_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
     ),
-    "cross_entropy_forward": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".forward:logits_forward"
-    ),
+    "cross_entropy_forward": kernels(TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".rows:logits_forward"),
     "cross_entropy_backward": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".backward:logits_backward"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".rows:logits_backward"
     ),
     "cross_entropy_with_grad": kernels(
         TRITON_OF_LOGITS, ".logits.cross_entropy:launch_with_grad", ".with_grad:logits_with_grad"

@@ -5,14 +5,12 @@ Forward makes the gradients. Under create_graph they are made again, by the oper
 
 import torch
 
-from ..math.options import Operands
+from ..math.options import Operands, tokens_that_count
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
-from ..math.topk import tokens_that_count
 from ..meta.arguments import Backward, Forward, WithGrad
 from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
-from ..objectives.token_losses import token_loss_named
-from ..objectives.token_objective import FunctionObjective, zero_where
+from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
 from ..support.holes import refuse_hole
 from .made_in_forward import MadeInForward
 

@@ -1,5 +1,9 @@
-"""What is not implemented, with the error texts. flce_ops/entry/refusals.py has the combinations of arguments."""
+"""What is not implemented, with the error texts, and the function that errors name.
 
+flce_ops/entry/refusals.py has the combinations of arguments.
+"""
+
+import threading
 from typing import Any, NoReturn
 
 HOLES = {
@@ -65,3 +69,10 @@ def refuse_hole(op: str, hole: str, **said: Any) -> NoReturn:
 
 def not_implemented(op: str, text: str) -> NoReturn:
     raise NotImplementedError(f"{op}: {text}")
+
+
+class Running(threading.local):
+    function: str = ""  # the public function that the user called, in its backward, too
+
+
+running = Running()

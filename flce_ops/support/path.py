@@ -1,15 +1,15 @@
 """Which path ran: stored for `flce_ops.last_path()`, which makes a text of it when it is called.
 
-The table of paths (ops/paths.py) gives the choice and the reason. The kernel adds how it chunked the rows, and notes.
-The logger "flce_ops" reports each distinct answer once, at level INFO.
+In a table of paths (ops/paths.py) the first row whose conditions all hold is chosen, and tells the reason. The kernel
+adds how it chunked the rows, and notes. The logger "flce_ops" reports each distinct answer once, at level INFO.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import table
-from .vendor import device_name
+from .versions import device_name
 
 logger = logging.getLogger("flce_ops")
 
@@ -34,12 +34,35 @@ class Path:
     chunks: int
 
 
+class Condition(NamedTuple):
+    name: str  # completes "expects ..."
+    holds: Callable[[Any], bool]
+
+
+class PathRow(NamedTuple):
+    """A row of a table of paths. Its conditions read the facts of a call."""
+
+    name: str
+    conditions: tuple[Condition, ...]
+    kernel: str = ""  # "module:function"
+
+    def ruled_out_by(self, facts: Any) -> list[str]:
+        return [condition.name for condition in self.conditions if not condition.holds(facts)]
+
+
+def choose(paths: tuple[PathRow, ...], facts: Any) -> PathRow:
+    for path in paths:
+        if all(condition.holds(facts) for condition in path.conditions):
+            return path
+    raise AssertionError("the last path of a table has no condition")
+
+
 class Choice(NamedTuple):
     """What a table of paths chose for a call. `path` is None for a kernel that is called directly, as tests do."""
 
     op: str = ""
-    paths: tuple[table.Path, ...] = ()
-    path: table.Path | None = None  # the chosen row of the table
+    paths: tuple[PathRow, ...] = ()
+    path: PathRow | None = None  # the chosen row of the table
     facts: Any = None  # device, dtype and the other facts that conditions read
 
     def reason(self) -> str:

@@ -1,8 +1,13 @@
 """The oldest torch and Triton that the package runs with. An older version raises an error, which names it, when it is
-imported.
+imported. Also the GPU's vendor, and whether Triton is installed.
+
+torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
 """
 
+import functools
+import importlib.util
 import re
+from typing import NamedTuple
 
 import torch
 
@@ -20,3 +25,27 @@ def check_version(library: str, version: str) -> None:
 
 
 check_version("torch", torch.__version__)
+
+
+class Chip(NamedTuple):
+    """The properties of a GPU that kernels depend on."""
+
+    capability: int  # 90 for sm_90
+    multiprocessors: int
+
+
+def made_by_nvidia() -> bool:
+    """Whether this torch runs NVIDIA's GPUs, for which the Triton kernels and their tiles were made."""
+    return torch.version.hip is None
+
+
+def device_name(device_type: str) -> str:
+    return device_type if made_by_nvidia() or device_type != "cuda" else "AMD"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed. Builds of torch with CUDA include Triton on Linux, but not on Windows. Called only
+    if ATen can run instead.
+    """
+    return importlib.util.find_spec("triton") is not None

@@ -13,7 +13,7 @@ from flce_ops.ops import autograd, paths
 from flce_ops.ops.call_facts import facts_of
 from flce_ops.ops.paths import KERNELS, function
 from flce_ops.ops.registration import OPERATORS
-from flce_ops.support.table import choose
+from flce_ops.support.path import choose
 from tests.interpreter import remember_what_is_patched
 
 OPS = ("linear_cross_entropy", "linear_kl_div", "cross_entropy")

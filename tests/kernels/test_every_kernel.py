@@ -20,7 +20,7 @@ from flce_ops import workspace
 from flce_ops.ops.paths import KERNELS, function
 from flce_ops.ops.registration import OPERATORS
 from flce_ops.triton import launch_scale_in_place
-from flce_ops.triton.gemm import device
+from flce_ops.triton.gemm import tiles
 from flce_ops.triton.gemm.class_blocks import LIVE
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
 from flce_ops.triton.kernel import Kernel
@@ -156,7 +156,7 @@ def check_forward_and_backward(case: str) -> None:
 def check_overflow_by_tensor_maps(monkeypatch) -> None:
     """The float16 sum of the weight gradient has the first chunk's exponents; later chunks are larger."""
     let_tensor_maps_add(monkeypatch)
-    monkeypatch.setattr(device, "INTERPRETER", replace(device.INTERPRETER, tma=True))
+    monkeypatch.setattr(tiles, "INTERPRETER", replace(tiles.INTERPRETER, tma=True))
     for table in (INPUT_TILES, WEIGHT_TILES):
         monkeypatch.setitem(table, "interpreter", replace(table["interpreter"], tma=True))
     factor = row_scale(384)

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.support.vendor import Chip
+from flce_ops.support.versions import Chip
 from flce_ops.triton import launch_with_grad
-from flce_ops.triton.gemm import device, input_gradient
+from flce_ops.triton.gemm import input_gradient, tiles
 from flce_ops.triton.gemm.class_blocks import ClassBlocks
 from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
 from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
@@ -33,7 +33,7 @@ interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 @pytest.fixture
 def h200(monkeypatch):
     """The GPU for which the sizes of a plan on meta tensors are chosen."""
-    monkeypatch.setattr(device, "chip_of", lambda of: Chip(90, 132))
+    monkeypatch.setattr(tiles, "chip_of", lambda of: Chip(90, 132))
 
 
 def valid_tokens_of(count, n, start=0, device="cpu"):

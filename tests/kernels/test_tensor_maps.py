@@ -13,11 +13,11 @@ from reference_loss import with_lse
 from test_triton_interpreter import assert_close, double, logit_options, operands
 
 from flce_ops import aten
-from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.math.options import KlDivOperands
 from flce_ops.meta.arguments import Forward, KlDivForward, KlDivWithGrad, WithGrad
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
-from flce_ops.triton.gemm import device, logits_gemm, padded_features
+from flce_ops.triton.gemm import logits_gemm, padded_features, tiles
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
 
 pytestmark = IN_INTERPRETER
@@ -30,8 +30,8 @@ SHAPE = 40, 72, 264
 def by_tensor_maps(request, monkeypatch):
     """Yields the tensor maps that were made."""
     let_tensor_maps_add(monkeypatch)
-    tiles = replace(device.INTERPRETER, tma=True, store_halves=request.param)
-    monkeypatch.setattr(device, "INTERPRETER", tiles)
+    by_maps = replace(tiles.INTERPRETER, tma=True, store_halves=request.param)
+    monkeypatch.setattr(tiles, "INTERPRETER", by_maps)
     for table in (INPUT_TILES, WEIGHT_TILES):
         monkeypatch.setitem(table, "interpreter", replace(table["interpreter"], tma=True))
     made, kernel_matrices = [], logits_gemm.kernel_matrices
@@ -114,6 +114,6 @@ def test_ranks_with_shards_of_different_sizes_keep_the_same_workspace(operator, 
 
 
 def test_only_a_layout_that_maps_can_read_is_read_by_them(monkeypatch):
-    monkeypatch.setattr(device, "on_tma_device", lambda tensor: True)
+    monkeypatch.setattr(tiles, "on_tma_device", lambda tensor: True)
     aligned, misaligned = torch.empty(8, 48, dtype=torch.bfloat16), torch.empty(8, 37, dtype=torch.bfloat16)
-    assert device.takes_tma(aligned) and not device.takes_tma(misaligned)
+    assert tiles.takes_tma(aligned) and not tiles.takes_tma(misaligned)

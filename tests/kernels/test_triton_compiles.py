@@ -41,9 +41,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from flce_ops import token_loss
-from flce_ops.support.vendor import Chip
+from flce_ops.support.versions import Chip
 from flce_ops.triton.logits import kl_div
-from flce_ops.triton.gemm import device
+from flce_ops.triton.gemm import tiles
 from flce_ops.triton.logits import cross_entropy
 from flce_ops.triton.kernel import OPTIONS, Kernel
 from flce_ops.triton.steps import backward, forward, with_grad
@@ -56,7 +56,7 @@ class Card:
     get_current_device = get_current_stream = lambda self, *args: 0
 
 triton.runtime.driver.set_active(Card())
-device.chip_of = lambda of: Chip(card, 132)
+tiles.chip_of = lambda of: Chip(card, 132)
 Kernel.__getitem__ = lambda kernel, grid: lambda *args, **options: look(kernel, grid, args, OPTIONS | options)
 for launcher in (with_grad, forward, cross_entropy):
     launcher.assert_in_range = lambda *args: None

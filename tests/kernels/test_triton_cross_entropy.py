@@ -10,8 +10,7 @@ from reference_loss import error, with_lse
 from test_cross_entropy import OPTIONS, make_logits
 
 import flce_ops
-from flce_ops.aten.backward import logits_backward
-from flce_ops.aten.forward import logits_forward
+from flce_ops.aten.rows import logits_backward, logits_forward
 from flce_ops.aten.with_grad import logits_with_grad
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
@@ -137,7 +136,7 @@ def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ah
         places.append(int(row.pointer.handle.data.item()) - logits.data_ptr())
 
     monkeypatch.setattr(triton, "INTERPRETED", tile._replace(programs=2))
-    monkeypatch.setattr("flce_ops.triton.logits.given_rows.ask_for", ask_for)
+    monkeypatch.setattr("flce_ops.triton.logits.cross_entropy.ask_for", ask_for)
     rows = 2 * triton.multiprocessors(torch.empty(0)) + 1  # the first one's program runs the last one, too
     logits = torch.randn(rows, blocks * tile.block_g * 4)
     triton.launch_with_grad(logits, torch.zeros(rows, dtype=torch.int64), None, None, None)

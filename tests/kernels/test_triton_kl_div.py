@@ -18,7 +18,7 @@ from test_triton_interpreter import double
 
 import flce_ops
 from flce_ops.aten import kl_div as aten
-from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.math.options import KlDivOperands
 from flce_ops.meta.arguments import KlDivWithGrad
 from flce_ops.triton.logits import kl_div as triton_kl_div
 from flce_ops.triton.logits.divergence_rows import RowResults

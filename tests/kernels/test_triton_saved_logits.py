@@ -16,7 +16,7 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
 from flce_ops.triton.gemm import backends
-from flce_ops.triton.gemm.device import tiles_for
+from flce_ops.triton.gemm.tiles import tiles_for
 from flce_ops.triton.logits.stored import saved_logits, to_stored
 
 pytestmark = IN_INTERPRETER

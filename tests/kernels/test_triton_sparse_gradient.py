@@ -16,10 +16,15 @@ from flce_ops.triton.gemm.tma import matrix_of
 from flce_ops.triton.rows.finish_rows import FinishedRows
 from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse import gather_sums, sparse_or_dense
-from flce_ops.triton.sparse.class_order import launch_class_order
 from flce_ops.triton.sparse.gather_sums import Lists, cut_lists, launch_gather_lists
 from flce_ops.triton.sparse.sparse_lists import launch_lists
-from flce_ops.triton.sparse.sparse_or_dense import NONE_DENSE, DenseClasses, SparseRows, lists_may_pay
+from flce_ops.triton.sparse.sparse_or_dense import (
+    NONE_DENSE,
+    DenseClasses,
+    SparseRows,
+    launch_class_order,
+    lists_may_pay,
+)
 from flce_ops.triton.steps.chunks import slices
 
 pytestmark = IN_INTERPRETER

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import flce_ops
 from flce_ops.aten.with_grad import with_grad
-from flce_ops.objectives.token_losses import token_loss_of
+from flce_ops.objectives.token_function import token_loss_of
 
 pytest.importorskip("triton")
 

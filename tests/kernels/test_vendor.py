@@ -23,7 +23,7 @@ def torch_for_amd(monkeypatch):
 
     What was chosen for one maker's GPUs is forgotten before the other's: a process has one torch.
     """
-    monkeypatch.setattr("flce_ops.support.vendor.torch", SimpleNamespace(version=SimpleNamespace(hip="7.0.51831")))
+    monkeypatch.setattr("flce_ops.support.versions.torch", SimpleNamespace(version=SimpleNamespace(hip="7.0.51831")))
     forget_choices()
     yield
     forget_choices()
@@ -61,7 +61,7 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
 
 def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
     """(9, 4) is an MI300 and (9, 0) an MI200; NVIDIA has other chips under these numbers."""
-    device = pytest.importorskip("flce_ops.triton.gemm.device")
+    device = pytest.importorskip("flce_ops.triton.gemm.tiles")
     device.chip_of_gpu.cache_clear()
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(64, 4096))
     with pytest.raises(NotImplementedError, match="made for NVIDIA's GPUs"):
@@ -69,7 +69,7 @@ def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
 
 
 def test_the_path_says_whose_gpu_it_is(torch_for_amd):
-    from flce_ops.support.vendor import device_name
+    from flce_ops.support.versions import device_name
 
     assert device_name("cuda") == "AMD"
     assert device_name("cpu") == "cpu"

@@ -11,7 +11,7 @@ from test_kl_div_operator import SHAPE, flce, inner_args
 
 import flce_ops
 from flce_ops.entry.arguments import check_teacher
-from flce_ops.math.kl_div_arguments import KlDivOperands
+from flce_ops.math.options import KlDivOperands
 
 
 def test_a_teacher_without_classes_is_a_shards():

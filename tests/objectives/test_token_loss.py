@@ -17,7 +17,7 @@ from flce_ops.aten.valid_tokens import with_zeroed_rows
 from flce_ops.aten.with_grad import with_grad
 from flce_ops.meta.arguments import WithGrad
 from flce_ops.meta.outputs import outputs as outputs_of
-from flce_ops.objectives.token_losses import token_loss_of
+from flce_ops.objectives.token_function import token_loss_of
 
 RAGGED = (61, 33, 97)
 ONE_PASS, FORWARD = "linear_cross_entropy_with_grad", "linear_cross_entropy_forward"

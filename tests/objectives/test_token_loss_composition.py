@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.objectives.token_losses import token_loss_named, token_loss_of
+from flce_ops.objectives.token_function import token_loss_named, token_loss_of
 
 RAGGED = (61, 33, 97)
 
@@ -101,12 +101,12 @@ def test_a_second_derivative_of_a_function_without_a_name():
 
 
 def test_functions_without_a_name_are_forgotten():
-    from flce_ops.objectives import token_losses
+    from flce_ops.objectives import token_function
 
-    call, before = make_call(RAGGED), len(token_losses._of_calls)
+    call, before = make_call(RAGGED), len(token_function._of_calls)
     for _ in range(3):
         run(flce_ops.linear_token_loss, call, lambda lp: -lp)
-    assert len(token_losses._of_calls) == before
+    assert len(token_function._of_calls) == before
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

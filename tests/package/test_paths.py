@@ -11,8 +11,7 @@ from flce_ops import aten
 from flce_ops.meta.arguments import KlDivForward
 from flce_ops.ops.call_facts import CallFacts, facts_of
 from flce_ops.ops.paths import KERNELS, LOSS, SAVE_LOGITS
-from flce_ops.support.path import Choice
-from flce_ops.support.table import choose
+from flce_ops.support.path import Choice, choose
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 HALF = [torch.bfloat16, torch.float16]

@@ -19,7 +19,7 @@ from reference_loss import error
 import flce_ops
 from flce_ops import get_workspace, set_workspace, workspace
 from flce_ops.support import workspace as budgets
-from flce_ops.support.vendor import Chip
+from flce_ops.support.versions import Chip
 
 DEFAULT = 512 * 2**20
 SHAPE = (300, 8, 2000)  # 5 chunks with the smallest workspace
@@ -213,7 +213,7 @@ def test_a_chunk_holds_2048_rows_by_default_and_512_at_least(monkeypatch):
 
     head = torch.empty(256000, 2304, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr("flce_ops.triton.steps.chunks.multiprocessors", lambda matrix: 132)
-    monkeypatch.setattr("flce_ops.triton.gemm.device.chip_of", lambda device: Chip(90, 132))
+    monkeypatch.setattr("flce_ops.triton.gemm.tiles.chip_of", lambda device: Chip(90, 132))
 
     def rows() -> int:
         return best_chunking(problem_of(16384, head, [True, True, False])).chunks[0].stop

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...distributed.one_rank import any_dtensor
 from ...functional import linear_cross_entropy
-from ...support.dtensors import any_dtensor
 from ..sparse_options import sparse_options
 from .output_metrics import Metrics
 

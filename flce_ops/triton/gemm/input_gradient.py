@@ -22,8 +22,8 @@ from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
-from .device import input_tiles_for, multiprocessors
 from .split_k import splits_of, steps_of_range
+from .tiles import input_tiles_for, multiprocessors
 from .tma import Matrix, kernel_matrices, load_tile, matrix_of, store_tile
 
 # n tokens of a chunk, D hidden, V vocabulary, S splits of it

@@ -28,9 +28,8 @@ from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.logit_numbers import base2_logits, loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from .device import multiprocessors, tiles_for
 from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient
-from .tiles import Tiles
+from .tiles import Tiles, multiprocessors, tiles_for
 from .tma import Matrix, block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, matrix_of, store_tile
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary

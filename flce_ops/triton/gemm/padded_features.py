@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...math.kl_div_arguments import KlDivOptions
+from ...math.options import KlDivOptions
 from ...math.shards import shard_rows
 from ...meta.arguments import Forward
 from ...support.workspace import get_workspace, reserved
 from ..rows.copy_rows import copied_rows
-from .device import on_tma_device
+from .tiles import on_tma_device
 
 # N tokens, D hidden, V vocabulary
 

@@ -15,15 +15,15 @@ from ..rows.valid_tokens import ValidTokens, row_distance, valid_rows
 
 # A program reads the sums of all tiles for 16 rows in a few large loads, because most of these sums have left the L2
 # cache. This takes 7 us at 1024 rows and 256000 classes. Blocks of 32 x 32 take 21 us.
-BLOCKS = {"BLOCK_N": 16, "BLOCK_T": 512, "num_warps": 8}
+BLOCK_N, BLOCK_T = tl.constexpr(16), tl.constexpr(512)
 
 
 @triton.jit
-def sum_of_tiles(partial_ptr, rows, count, n, T, BLOCK_T: tl.constexpr):  # (T, n) -> sums of these rows, which follow
+def sum_of_tiles(partial_ptr, rows, count, n, T, BLOCK: tl.constexpr):  # (T, n) -> sums of these rows, which follow
     """The sums over all tiles; 0 for rows from `count` on."""
-    acc = tl.zeros((BLOCK_T, rows.shape[0]), tl.float32)
-    for start in range(0, tl.where(tl.min(rows, 0) < count, T, 0), BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK, rows.shape[0]), tl.float32)
+    for start in range(0, tl.where(tl.min(rows, 0) < count, T, 0), BLOCK):
+        t = start + tl.arange(0, BLOCK)
         places = partial_ptr + t.to(tl.int64)[:, None] * row_distance(n) + rows[None, :]
         acc += tl.load(places, mask=(t[:, None] < T) & (rows[None, :] < count), other=0.0)
     return tl.sum(acc, 0)
@@ -36,8 +36,6 @@ def sum_tiles_kernel(
     valid_tokens,  # ValidTokens
     n,
     T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     which = tl.program_id(1).to(tl.int64)
@@ -52,8 +50,8 @@ def launch_sum_tiles(
     valid_tokens: ValidTokens,
 ) -> None:
     tiles, n = partial.shape[-2], row_sum.shape[-1]
-    grid = (cdiv(n, BLOCKS["BLOCK_N"]), 1 if partial.dim() == 2 else partial.shape[0])
-    sum_tiles_kernel[grid](partial, row_sum, valid_tokens, n, tiles, **BLOCKS)
+    grid = (cdiv(n, BLOCK_N.value), 1 if partial.dim() == 2 else partial.shape[0])
+    sum_tiles_kernel[grid](partial, row_sum, valid_tokens, n, tiles, num_warps=8)
 
 
 @Kernel
@@ -65,8 +63,6 @@ def max_and_sum_kernel(
     valid_tokens,  # ValidTokens
     n,
     T,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     count = valid_rows(valid_tokens, n)
@@ -99,5 +95,5 @@ def launch_max_and_sum(
     valid_tokens: ValidTokens,
 ) -> None:
     tiles, n = partial.shape[0], out.shape[0]
-    grid = (cdiv(n, BLOCKS["BLOCK_N"]),)
-    max_and_sum_kernel[grid](partial_max, partial, out, log_sum, valid_tokens, n, tiles, **BLOCKS)
+    grid = (cdiv(n, BLOCK_N.value),)
+    max_and_sum_kernel[grid](partial_max, partial, out, log_sum, valid_tokens, n, tiles, num_warps=8)

@@ -22,7 +22,7 @@ On GPUs with tensor maps, the L2 cache does the additions (TMA's atomic add): a 
 no program reads or waits for the stored sum. H200, 1408x4096x128256: 2.42 ms with additions in the L2, 2.58 if the
 kernel reads and writes the stored tile, 2.27 for a first chunk, 2.41 by cuBLAS. If the products of a row of a tile
 would overflow the sum, the row is marked instead of added, and a second launch adds it under a new scale
-(overflow_rows.py). Without tensor maps the kernel reads every stored tile, so each chunk chooses new scales and needs
+(sum_scales.py). Without tensor maps the kernel reads every stored tile, so each chunk chooses new scales and needs
 no room for growth. The room costs bits in numbers below 2^-8 of the largest in their row of a tile: beside a feature
 1000 times as large as the others, the others have 9 or 10 bits.
 
@@ -41,10 +41,18 @@ from ...support.integers import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .class_blocks import EVERY_BLOCK, ClassBlocks, number_of_steps, step_at
-from .device import main_grad_tiles_for, multiprocessors, weight_tiles_for
-from .overflow_rows import launch_overflow_rows
-from .sum_scales import LARGEST_SUM, NO_ROOM, ROOM, Sum, exponent_of, largest_of_rows, power_of_two, scaled_products
-from .tiles import Tiles
+from .sum_scales import (
+    LARGEST_SUM,
+    NO_ROOM,
+    ROOM,
+    Sum,
+    exponent_of,
+    largest_of_rows,
+    launch_overflow_rows,
+    power_of_two,
+    scaled_products,
+)
+from .tiles import Tiles, main_grad_tiles_for, multiprocessors, weight_tiles_for
 from .tma import NO_OUTER, Outer, block_of_tile, kernel_matrices, load_tile, outer_product
 
 # n tokens of a chunk, D hidden, V vocabulary

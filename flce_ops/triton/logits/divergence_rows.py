@@ -50,7 +50,7 @@ from .stored_tiles import Pair, launch_stored_tiles, row_pair
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, s sums of a row
 
 LEAST_UNSHIFTED = tl.constexpr(divergence.LEAST_UNSHIFTED)  # of logarithms in base 2 here
-BLOCK_ROWS = 64  # rows of a program, in kernels that read one number for each row
+ROWS = tl.constexpr(64)  # of a program that reads one number for each row
 
 
 @dataclass(eq=False)
@@ -187,9 +187,8 @@ def finish_divergence_kernel(
     OF_SUMS: tl.constexpr,
     OFFSET_OF_SUMS: tl.constexpr,
     SUMS: tl.constexpr,  # s, the number of sums
-    BLOCK_N: tl.constexpr,
 ):
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < n
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=inside, other=0)
@@ -241,20 +240,13 @@ class Rows:
         n, of_sums = totals.shape[1], self.kind.offset_of_sums
         row_number, offset = totals.new_empty(n), None if of_sums is None else totals.new_empty(n)
         self.entries = self.entries._replace(row_number=row_number, offset=offset)
-        finish_divergence_kernel[(cdiv(n, BLOCK_ROWS),)](
-            totals,
-            self.entries.beta,
-            self.student.pair,
-            self.entries.teacher_pair,
-            results,
-            row_number,
-            offset,
-            self.valid_tokens,
-            n,
+        pairs = self.student.pair, self.entries.teacher_pair
+        of_rows = totals, self.entries.beta, *pairs, results, row_number, offset, self.valid_tokens, n
+        finish_divergence_kernel[(cdiv(n, ROWS.value),)](
+            *of_rows,
             OF_SUMS=self.kind.of_sums.jit,
             OFFSET_OF_SUMS=None if of_sums is None else of_sums.jit,
             SUMS=self.kind.sums,
-            BLOCK_N=BLOCK_ROWS,
             num_warps=2,
         )
 

@@ -31,16 +31,14 @@ from torch import Tensor
 
 from ... import meta
 from ...math.reduction import Reduction
-from ...math.shards import shard_rows
+from ...math.shards import all_gather, all_reduce, shard_rows
 from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
-from ...support.exchange import all_gather, all_reduce
 from ...support.integers import cdiv
-from ..gemm.device import tiles_for
 from ..gemm.padded_features import with_padded_features
 from ..gemm.split_k import TILE_OVERHEAD, float32_memory
-from ..gemm.tiles import Tiles
+from ..gemm.tiles import Tiles, tiles_for
 from ..gemm.tma import matrix_of
 from ..rows.after_chunks import LossSum
 from ..rows.copy_rows import launch_copy_rows

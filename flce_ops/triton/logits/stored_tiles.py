@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..gemm.device import interpreted, tiles_for
 from ..gemm.epilogues import Gradient, gradient_of_rows
+from ..gemm.tiles import interpreted, tiles_for
 from ..gemm.tma import matrix_of, store_tile
 from ..kernel import Kernel
 from ..rows.logit_numbers import LOG2E, rescaled
@@ -115,14 +115,7 @@ def launch_stored_tiles(
     # 0.483 / 0.420 / 0.594; 4 rows and 2 warps 0.455 / 0.423 / 0.589.
     rows, warps = (16, 4) if interpreted(stored.numbers) else (8, 4) if of_entry is gradient is None else (4, 2)
     stored_tiles_kernel[(cdiv(classes, tile) * cdiv(n, rows),)](
-        stored,
-        softcap,
-        pair,
-        operands,
-        matrix_of(out),
-        valid_tokens,
-        n,
-        classes,
+        *(stored, softcap, pair, operands, matrix_of(out), valid_tokens, n, classes),
         FUNCTION=function,
         KNOWN=isinstance(pair, Tensor),
         KIND=kind,

@@ -5,9 +5,8 @@ copy_rows.py             copies rows of valid tokens side by side, and to rows o
 gather_tokens.py         gathers the rows of valid tokens and their target logits, K for a soft target
 logit_numbers.py         logits from the GEMM's products, by logit_scale and softcap; their lse_pair
 topk.py                  the K classes of a token: equal classes; the largest entry
-token_numbers.py         the numbers that a function of one token reads, and its results
 finish_rows.py           after the logits GEMM: losses and row factors, by the functions of an objective
-row_numbers.py           lse, entropy and other numbers of rows
+row_numbers.py           lse, entropy and other numbers of rows; those that a function of one token reads
 gradient_factors.py      in backward, where lse is known: the factors of G, and its entries at the targets
 target_rows.py           exact weight gradients of classes that are the target of few tokens
 smoothing.py             rank-1 terms

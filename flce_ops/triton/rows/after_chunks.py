@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...math.reduction import Reduction
 from ...support.integers import cdiv
-from ..gemm.device import interpreted
+from ..gemm.tiles import interpreted
 from ..gemm.tma import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 

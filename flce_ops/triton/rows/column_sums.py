@@ -13,7 +13,7 @@ from .valid_tokens import ValidTokens, valid_rows
 
 PROGRAMS = 1024  # about eight a multiprocessor
 ROWS_AT_LEAST = 128  # rows of a slice
-BLOCK_R, BLOCK_C = 32, 128
+BLOCK_R, BLOCK_C = tl.constexpr(32), tl.constexpr(128)
 
 
 @Kernel
@@ -26,8 +26,6 @@ def weighted_column_sum_kernel(
     factor_ptr,  # (n,) float32
     valid_tokens,  # ValidTokens: only their rows are summed; None: all rows
     GATHERED: tl.constexpr,  # the rows are in the order of the valid tokens
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     """One program sums BLOCK_C columns over one of S slices of the rows."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -61,20 +59,9 @@ def weighted_column_sum(
     in the same way.
     """
     rows, columns = matrix.shape
-    column_blocks = cdiv(columns, BLOCK_C)
+    column_blocks = cdiv(columns, BLOCK_C.value)
     splits = max(1, min(rows // ROWS_AT_LEAST, cdiv(PROGRAMS, column_blocks)))
     partial = torch.empty(splits, columns, dtype=torch.float32, device=matrix.device)
-    weighted_column_sum_kernel[(column_blocks, splits)](
-        matrix_of(matrix),
-        partial,
-        rows,
-        columns,
-        cdiv(rows, splits),
-        factor,
-        valid_tokens,
-        GATHERED=gathered,
-        BLOCK_R=BLOCK_R,
-        BLOCK_C=BLOCK_C,
-        num_warps=4,
-    )
+    of_matrix = matrix_of(matrix), partial, rows, columns, cdiv(rows, splits), factor, valid_tokens
+    weighted_column_sum_kernel[(column_blocks, splits)](*of_matrix, GATHERED=gathered, num_warps=4)
     return partial[0] if splits == 1 else weighted_column_sum(partial, None)

@@ -37,9 +37,9 @@ from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
-ROWS = 16  # rows of a program if a token has one class; tile_sums.py says why
-TILES = 256  # tiles whose sums a program reads at a time
-COLUMNS = 512  # of a token that a program multiplies at a time
+ROWS = tl.constexpr(16)  # rows of a program if a token has one class; tile_sums.py says why
+TILES = tl.constexpr(256)  # tiles whose sums a program reads at a time
+COLUMNS = tl.constexpr(512)  # of a token that a program multiplies at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This
 # changes p by a tenth of the rounding error of a.
 LEAST_SLOPE = tl.constexpr(2.0**-27)
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     column: Tensor  # (n,) int64, the target's column; -1 if this rank does not have it
     reduction: Reduction | None  # (N,) row scales g_i, or a mean; None for g_i = 1
     losses: Tensor | None  # (N,) out
-    log_probs: Tensor | None  # (N,) or (N, K) out, of a token function: token_numbers.py
+    log_probs: Tensor | None  # (N,) or (N, K) out, of a token function: row_numbers.py
 
 
 class WholeRows(NamedTuple):
@@ -105,14 +105,13 @@ def row_sums(
     TOPK: tl.constexpr,
     SOFT: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
     """Z of the rows i; 1 for rows from `count` on."""
     mask = i < count
     if sums.tiles is None:
         row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     else:
-        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, TILES), 1.0)
     for start in range(0, TOPK, BLOCK_TOPK):
         k = start + tl.arange(0, BLOCK_TOPK)
         inside = (k < TOPK) & mask
@@ -166,16 +165,14 @@ def finish_rows_kernel(
     SCALED: tl.constexpr,  # a reduction multiplies the factors
     TOPK: tl.constexpr,
     SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
-    BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     SCALED_ROWS: tl.constexpr,  # `rows` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
     RESTS: tl.constexpr,  # `rest` is given
 ):
-    """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
-    BLOCK_N or BLOCK_TOPK numbers.
+    """A program takes ROWS rows with one target each, or one row with BLOCK_TOPK targets at a time. So vectors have
+    ROWS or BLOCK_TOPK numbers.
     """
+    BLOCK_N: tl.constexpr = 1 if SOFT else ROWS
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     count = valid_rows(tokens.valid_tokens, n)
     mask = i < count
@@ -186,7 +183,7 @@ def finish_rows_kernel(
     at = (own, mask)
     row_topk, own_topk = i.to(tl.int64) * TOPK, own.to(tl.int64) * TOPK
     reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
-    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK, BLOCK_T)
+    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK)
     tl.store(sums.exponentials + i, row_sum, mask=mask)
     log2_sum = tl.log2(row_sum)
     lse2 = reference + log2_sum
@@ -272,8 +269,8 @@ def finish_rows_kernel(
         weight_factor = store_factors(finished, i, mask, row_factor, largest, rounded, True)
         tl.store(finished.column + i, column_of_largest, mask=mask)
     if SCALED_ROWS:
-        for start in range(0, D, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
+        for start in range(0, D, COLUMNS):
+            d = start + tl.arange(0, COLUMNS)
             product = load_tile(rows, i, d, mask, d < D).to(tl.float32) * weight_factor[:, None]
             if RESTS:
                 stored = in_dtype_of(rows, product, False).to(tl.float32)
@@ -312,7 +309,7 @@ def launch_finish_rows(
     gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
 ) -> FinishedRows:
     column, soft = tokens.column, tokens.column.dim() == 2
-    n, rows, topk = column.shape[0], 1 if soft else ROWS, column.shape[1] if soft else 1
+    n, topk = column.shape[0], column.shape[1] if soft else 1
     row_factor, weight_factor, residual = row_vectors(column, 3, n)
     finished = FinishedRows(
         exponentials.new_empty(column.shape),
@@ -326,19 +323,11 @@ def launch_finish_rows(
         whole = WholeRows(lse_of_shards(gathered[:, 0], torch.exp2, torch.log2), gathered[:, 1].sum(0))
         if sums.logit_sum is not None:
             sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
-    finish_rows_kernel[(cdiv(n, rows),)](
-        tokens,
-        sums,
-        whole,
-        finished,
-        matrix_of(exponentials),
-        matrix_of(scaled),
-        matrix_of(rest),
-        n,
-        0 if scaled is None else scaled.shape[1],
-        0 if sums.tiles is None else sums.tiles.shape[0],
-        RowNumbers(*objective),  # Triton does not see the fields of a derived class
-        logit_options,
+    hidden, tiles = 0 if scaled is None else scaled.shape[1], 0 if sums.tiles is None else sums.tiles.shape[0]
+    numbers = RowNumbers(*objective)  # Triton does not see the fields of a derived class
+    of_rows = tokens, sums, whole, finished, *map(matrix_of, (exponentials, scaled, rest))
+    finish_rows_kernel[(n if soft else cdiv(n, ROWS.value),)](
+        *(*of_rows, n, hidden, tiles, numbers, logit_options),
         OF_TARGET=objective.of_target.jit,
         OF_ROW=objective.of_row.jit,
         BOUNDED=objective.bounded,
@@ -346,10 +335,7 @@ def launch_finish_rows(
         SCALED=tokens.reduction is not None,
         TOPK=topk,
         SOFT=soft,
-        BLOCK_N=rows,
         BLOCK_TOPK=topk_at_a_time(topk),
-        BLOCK_T=TILES,
-        BLOCK_D=COLUMNS,
         SCALED_ROWS=scaled is not None,
         RESTS=rest is not None,
         num_warps=4,

@@ -13,13 +13,14 @@ from torch import Tensor
 from ...support.integers import cdiv
 from ..kernel import Kernel
 
+BLOCK = tl.constexpr(4096)  # numbers that a program multiplies at a time
+
 
 @Kernel
 def scale_in_place_kernel(
     grads,  # pointers
     numbers,  # how many numbers each has
     factor_ptr,  # ()
-    BLOCK: tl.constexpr,
 ):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
@@ -39,8 +40,8 @@ def launch_scale_in_place(grads: Sequence[Tensor], factor: Tensor) -> None:
             contiguous.append(grad)
         else:  # the operators' gradients are contiguous, but a hook on saved tensors may return others
             grad.mul_(factor)
-    numbers, block = tuple(grad.numel() for grad in contiguous), 4096
+    numbers = tuple(grad.numel() for grad in contiguous)
     if any(numbers):
-        programs = min(cdiv(max(numbers), block), 1024)
+        programs = min(cdiv(max(numbers), BLOCK.value), 1024)
         with torch.cuda.device_of(factor):
-            scale_in_place_kernel[(programs,)](tuple(contiguous), numbers, factor, BLOCK=block, num_warps=8)
+            scale_in_place_kernel[(programs,)](tuple(contiguous), numbers, factor, num_warps=8)

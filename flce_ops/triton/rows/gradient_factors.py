@@ -34,7 +34,8 @@ from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, V vocabulary, C columns
 
-BLOCK_N = 64
+ENTRIES = tl.constexpr(128)  # that a program sets
+ROWS = tl.constexpr(64)  # of a program
 
 
 class KnownRows(NamedTuple):
@@ -67,10 +68,10 @@ def gradient_factors_kernel(
     HALF: tl.constexpr,  # dtype of G
     TOPK: tl.constexpr,
     SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
-    BLOCK_N: tl.constexpr,  # 1 for soft targets
     BLOCK_TOPK: tl.constexpr,
 ):
-    """A program takes BLOCK_N rows with one target each, or one row with BLOCK_TOPK targets at a time."""
+    """A program takes ROWS rows with one target each, or one row with BLOCK_TOPK targets at a time."""
+    BLOCK_N: tl.constexpr = 1 if SOFT else ROWS
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = i < valid_rows(valid_tokens, n)
     token = tl.load(valid_tokens.order + i, mask=mask, other=0)
@@ -152,7 +153,7 @@ def launch_gradient_factors(
     (n,) each. With several classes per token G is (n, K), and the last two belong to the largest entry.
     """
     column, soft = at_target.column, at_target.column.dim() == 2
-    n, block_n, topk = column.shape[0], 1 if soft else BLOCK_N, column.shape[1] if soft else 1
+    n, topk = column.shape[0], column.shape[1] if soft else 1
     lse2, row_factor, residual, sum_factor, shift_factor = row_vectors(tokens.lse_pair, 5, n)
     rows = Gradient(
         lse2,
@@ -162,20 +163,12 @@ def launch_gradient_factors(
         None if tokens.grad_expected_log_prob is None else shift_factor,
     )
     entry, largest = lse2.new_empty(column.shape), column.new_empty(n) if soft else None
-    gradient_factors_kernel[(cdiv(n, block_n),)](
-        tokens,
-        at_target,
-        rows,
-        entry,
-        residual,
-        largest,
-        logit_options,
-        valid_tokens,
-        n,
+    of_rows = tokens, at_target, rows, entry, residual, largest
+    gradient_factors_kernel[(n if soft else cdiv(n, ROWS.value),)](
+        *(*of_rows, logit_options, valid_tokens, n),
         HALF={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype],
         TOPK=topk,
         SOFT=soft,
-        BLOCK_N=block_n,
         BLOCK_TOPK=topk_at_a_time(topk),
         num_warps=2,
     )
@@ -192,12 +185,11 @@ def set_entries_kernel(
     C,
     stride_n,
     TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """matrix[i, column_ik] = value_ik for valid tokens. Columns outside of the matrix, such as -1, are skipped. Equal
     columns of a row have equal values.
     """
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     rows = places // TOPK
     mask = rows < valid_rows(valid_tokens, n)
     column = tl.load(column_ptr + places, mask=mask, other=-1)
@@ -210,6 +202,5 @@ def launch_set_entries(matrix: Tensor, column: Tensor, value: Tensor, valid_toke
     """`column` and `value` are (n,) or (n, K)."""
     assert matrix.stride(1) == 1
     (rows, columns), places = matrix.shape, 1 if column.dim() == 1 else column.shape[1]
-    set_entries_kernel[(cdiv(rows * places, 128),)](
-        matrix, column, value, valid_tokens, rows, columns, matrix.stride(0), TOPK=places, BLOCK=128
-    )
+    of_matrix = matrix, column, value, valid_tokens, rows, columns, matrix.stride(0)
+    set_entries_kernel[(cdiv(rows * places, ENTRIES.value),)](*of_matrix, TOPK=places)

@@ -11,6 +11,10 @@ With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
 The entropy and log_sum_sq_probs use differences from r, so a large r costs them no digits. sum_j E_j^2 is at most Z^2,
 which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/exponentials.py). The sum is at least 1,
 because r is the logit of one of the classes.
+
+For a function of one token, one kernel makes log_prob and lse of a chunk's rows, and the function makes losses and
+slopes by torch's operations on (n,) (objectives/token_function.py). Rows after the valid ones hold no token, and the
+host does not know how many there are. The function sees harmless numbers there.
 """
 
 from typing import NamedTuple
@@ -20,16 +24,18 @@ from torch import Tensor
 
 from ...math.options import Statistics, TokenStatistics
 from ...objectives.in_triton import LN2, number
+from ...objectives.token_function import FunctionObjective, GivenLosses, LossesOfRows, Slopes
 from ...support.integers import cdiv
 from ..gemm.tile_sums import sum_of_tiles
-from ..kernel import Kernel
+from ..kernel import Kernel, launches
 from ..steps.exponentials import Asked, RowSums
-from .finish_rows import ROWS, TILES
+from .finish_rows import ROWS, TILES, Tokens, row_sums
 from .gather_tokens import AtTarget
-from .logit_numbers import rescaled, store_pair, sum_from_lse
-from .valid_tokens import ValidTokens, valid_rows
+from .logit_numbers import rescaled, store_pair, sum_from_lse, surprisal_in_nats
+from .topk import topk_at_a_time
+from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
-# N tokens, n rows of a chunk, K classes of a token, V vocabulary (of this rank), T tiles along it
+# N tokens, n rows of a chunk, K classes and C numbers of a token, V vocabulary (of this rank), T tiles along it
 
 
 class RowOutputs(NamedTuple):
@@ -70,11 +76,9 @@ def row_numbers_kernel(
     num_classes,  # over all ranks
     T,
     TOPK: tl.constexpr,  # K; 0 if the rows are finished: their sums are added up, and the targets are not read
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ):
     """Ignored tokens get 0, and an argmax of -1. So do targets that another rank has."""
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < n
     count = valid_rows(valid_tokens, n)
     mask = i < count
@@ -83,7 +87,7 @@ def row_numbers_kernel(
     if TOPK == 0:
         row_sum = tl.load(sums.exponentials + i, mask=mask, other=1.0)
     else:
-        largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)  # of the targets' logits
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)  # of the targets' logits
         for k in range(TOPK):
             place, to = i.to(tl.int64) * TOPK + k, token.to(tl.int64) * TOPK + k
             hit = tl.load(at_target.column + place, mask=mask, other=-1) >= 0
@@ -93,7 +97,7 @@ def row_numbers_kernel(
             else:
                 largest = tl.maximum(largest, tl.where(hit, target_logit2, float("-inf")))
             tl.store(outputs.target_logit + to, tl.where(hit, target_logit2 * LN2, 0.0), mask=inside)
-        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, BLOCK_T), 1.0)
+        row_sum = tl.where(mask, sum_of_tiles(sums.tiles, i, count, n, T, TILES), 1.0)
         # Rounding must not leave the row sum below the target's exponential, which comes from the same products, summed
         # in another order.
         row_sum = tl.maximum(row_sum, tl.exp2(largest - reference2), propagate_nan=tl.PropagateNan.ALL)
@@ -137,21 +141,9 @@ def launch_row_numbers(
     n, topk = valid_tokens.order.shape[0], 0
     if at_target is not None:
         topk = 1 if at_target.column.dim() == 1 else at_target.column.shape[1]
-    row_numbers_kernel[(cdiv(n, ROWS),)](
-        sums,
-        at_target,
-        class_weight_sum,
-        outputs,
-        valid_tokens,
-        n,
-        classes,
-        num_classes,
-        0 if sums.tiles is None else sums.tiles.shape[0],
-        TOPK=topk,
-        BLOCK_N=ROWS,
-        BLOCK_T=TILES,
-        num_warps=4,
-    )
+    tiles = 0 if sums.tiles is None else sums.tiles.shape[0]
+    of_rows = sums, at_target, class_weight_sum, outputs, valid_tokens, n, classes, num_classes, tiles
+    row_numbers_kernel[(cdiv(n, ROWS.value),)](*of_rows, TOPK=topk, num_warps=4)
 
 
 def launch_row_statistics(
@@ -163,3 +155,88 @@ def launch_row_statistics(
         if lse is not None and lse.dim() == 2:  # of a shard
             outputs = outputs._replace(lse=None, lse_pair=lse)
         launch_row_numbers(sums, None, outputs, valid_tokens, num_classes)
+
+
+BLOCK = 1024  # numbers that a program moves
+
+
+@Kernel
+def token_numbers_kernel(
+    tokens,  # Tokens
+    sums,  # RowSums
+    log_prob_ptr,  # (n,) or (n, K) out; -1 where no token or class counts
+    lse_ptr,  # (n,) out; 0 where no token is
+    n,
+    T,  # tiles of `sums`
+    TOPK: tl.constexpr,
+    SOFT: tl.constexpr,  # tokens have K classes (K may be 1)
+    BLOCK_TOPK: tl.constexpr,
+):
+    BLOCK_N: tl.constexpr = 1 if SOFT else ROWS
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    count = valid_rows(tokens.valid_tokens, n)
+    mask = i < count
+    token = tl.load(tokens.valid_tokens.order + i, mask=i < n, other=0)
+    reference = tl.load(sums.reference_logit + i, mask=mask, other=0.0)
+    row_sum = row_sums(tokens, sums, i, reference, count, n, T, TOPK, SOFT, BLOCK_TOPK)
+    tl.store(sums.exponentials + i, row_sum, mask=mask)
+    log2_sum = tl.log2(row_sum)
+    high, low = rescaled(reference, log2_sum, LN2)
+    tl.store(lse_ptr + i, tl.where(mask, high + low, 0.0), mask=i < n)
+    row_topk, token_topk = i.to(tl.int64) * TOPK, token.to(tl.int64) * TOPK
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = (k < TOPK) & (i < n)
+        here = tl.load(tokens.column + row_topk + k, mask=inside & mask, other=-1) >= 0
+        logit = tl.load(tokens.target_logit + row_topk + k, mask=inside & mask, other=0.0)
+        log_prob = -surprisal_in_nats(logit, reference + tl.zeros_like(logit), log2_sum + tl.zeros_like(logit))
+        tl.store(log_prob_ptr + row_topk + k, tl.where(here, log_prob, -1.0), mask=inside)
+        tl.store(tokens.log_probs + token_topk + k, tl.where(here, log_prob, 0.0), mask=inside)
+
+
+@Kernel
+def in_order_kernel(
+    values_ptr,  # (N, C)
+    out_ptr,  # (N, C), row i: that of the valid token i; 0 after the valid tokens
+    valid_tokens,  # ValidTokens
+    N,
+    C,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, inside = place // C, place < N.to(tl.int64) * C
+    mask = inside & (row < tl.load(valid_tokens.total))
+    token = tl.load(valid_tokens.order + row, mask=mask, other=0).to(tl.int64)
+    tl.store(out_ptr + place, tl.load(values_ptr + token * C + place % C, mask=mask, other=0), mask=inside)
+
+
+def launch_in_order(values: Tensor, valid_tokens: ValidTokens) -> Tensor:  # (N, ...)
+    """The values of the valid tokens, in their order."""
+    values = values.contiguous()
+    out = values.new_empty(values.shape)
+    if values.numel():
+        columns = values.numel() // values.shape[0]
+        in_order_kernel[(cdiv(values.numel(), BLOCK),)](
+            values, out, valid_tokens, values.shape[0], columns, BLOCK=BLOCK, num_warps=4
+        )
+    return out
+
+
+def launch_token_function(objective: FunctionObjective, tokens: Tokens, sums: RowSums) -> tuple[GivenLosses, RowSums]:
+    """The results of the function for a chunk. `objective` has its tensors by rows of the chunk."""
+    column, soft = tokens.column, tokens.column.dim() == 2
+    n, topk, tiles = column.shape[0], column.shape[1] if soft else 1, 0 if sums.tiles is None else sums.tiles.shape[0]
+    log_prob, lse = row_vectors(column, 2, n)
+    if soft:
+        log_prob = lse.new_empty(column.shape)
+    shape = {"TOPK": topk, "SOFT": soft, "BLOCK_TOPK": topk_at_a_time(topk)}
+    grid = (n if soft else cdiv(n, ROWS.value),)
+    token_numbers_kernel[grid](tokens, sums, log_prob, lse, n, tiles, **shape, num_warps=4)
+    function, reads_lse = objective.options, "lse" in objective.options.reads
+    if launches.only_compile:
+        losses, slopes = lse, Slopes(log_prob, lse if reads_lse else None)
+    else:
+        losses, slopes = function.losses_and_slopes(log_prob, lse if reads_lse else None, objective.tokens)
+    by_log_prob = slopes.log_prob.masked_fill(column < 0, 0.0) if soft else slopes.log_prob.contiguous()
+    of_rows = LossesOfRows(losses.contiguous(), None if slopes.lse is None else slopes.lse.contiguous())
+    return GivenLosses(tokens=of_rows, weight=by_log_prob), sums._replace(tiles=None)

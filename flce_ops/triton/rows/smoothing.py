@@ -32,6 +32,9 @@ from .valid_tokens import ValidTokens
 # N tokens, n rows of a chunk, D hidden, V vocabulary, v of them on this rank
 
 
+BLOCK = tl.constexpr(1024)  # tokens of a program
+
+
 class ClassSum(NamedTuple):
     """The vector whose dot product with a token is its logit sum, and a constant, in float32. Passed to kernels as one
     argument.
@@ -49,7 +52,6 @@ def logit_sum_slopes_kernel(
     N,
     d_sum,  # the derivative of a loss by its logit sum
     logit_options,  # LogitOptions
-    BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(valid_tokens.total)
@@ -75,9 +77,8 @@ class SmoothingTerms:
             None if bias is None else weighted_column_sum(bias.view(-1, 1), class_weight),
         )
         self.slopes = operands.input.new_empty(tokens, dtype=torch.float32)  # (N,), m
-        logit_sum_slopes_kernel[(cdiv(tokens, 1024),)](
-            valid_tokens, reduction, self.slopes, tokens, d_sum, logit_options, BLOCK=1024, num_warps=4
-        )
+        of_tokens = valid_tokens, reduction, self.slopes, tokens, d_sum, logit_options
+        logit_sum_slopes_kernel[(cdiv(tokens, BLOCK.value),)](*of_tokens, num_warps=4)
 
     def input_terms(self, valid_tokens: ValidTokens) -> tuple[Tensor, Tensor]:
         """Two vectors whose outer product is added to the rows of `valid_tokens` in grad_input."""

@@ -19,6 +19,17 @@ Making lists costs time even if the device then finds all blocks dense: 4.5 ms i
 place:
 
     lists, if USUAL_SHARE / threshold, the usual entries per token, < worth = (1 - LISTS_COST / D) V / CLASSES_PER_ENTRY
+
+Lists by token become lists by class: a counting sort on the device, with the same result in every run.
+
+    table    (B, V)    how many entries of each class each block of tokens has
+                       then in how many places of the class's list the entries of earlier blocks stand
+    behind   (V,)      where each class's list ends
+    the block's next entry of class v goes to   behind_{v-1} + table_bv,   which grows by 1
+
+A program for each block of tokens hands out the places, one token after another. So the entries of a class are in the
+order of the tokens. A token has a class once, so the order of its own entries does not matter. Only the device knows
+how many entries there are, so torch.sort would have to sort the whole buffer, its unused part included.
 """
 
 from typing import NamedTuple
@@ -33,8 +44,9 @@ from ..gemm.class_blocks import LIVE, ClassBlocks
 from ..gemm.tma import Matrix, load_tile
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
+from .gather_sums import Lists, bounds, cut_lists
 
-# n rows of the first chunk, V vocabulary, B blocks of LIVE classes
+# n rows of the first chunk, V vocabulary, B blocks of LIVE classes, or of tokens
 
 CLASSES_PER_ENTRY = 96
 # LISTS_COST / D is the cost of making and sorting lists, relative to the GEMMs over all classes. To make the lists,
@@ -173,3 +185,87 @@ def launch_sparse_or_dense(rows: SparseRows, hidden: int) -> None:
     most = LIVE.value / CLASSES_PER_ENTRY
     at_most = worth(blocks * LIVE.value, hidden)
     choose_dense_kernel[(1,)](kept_of_blocks, dense, blocks, at_most, most, BLOCK=1024, num_warps=8)
+
+
+BLOCK_B, BLOCK_V = tl.constexpr(32), tl.constexpr(64)
+LISTED = tl.constexpr(256)  # entries that a program reads at a time
+
+
+@Kernel
+def count_kernel(
+    lists,  # Lists, by token
+    table_ptr,  # (B, V) int32, added to
+    V,
+    rows,  # tokens of a block
+):
+    row = tl.program_id(0).to(tl.int64)
+    begin, end = bounds(lists, row)
+    for start in range(begin + tl.program_id(1) * LISTED, end, tl.num_programs(1) * LISTED):
+        place = start + tl.arange(0, LISTED)
+        column = tl.load(lists.entries + place, mask=place < end, other=0) & 0xFFFFFFFF
+        tl.atomic_add(table_ptr + row // rows * V + column, 1, mask=place < end, sem="relaxed")
+
+
+@Kernel
+def running_totals_kernel(
+    table_ptr,  # (B, V) int32, the counts; out: their sums over earlier blocks
+    total_ptr,  # (V,) int32, out
+    B,
+    V,
+):
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    total = tl.zeros((BLOCK_V,), tl.int32)
+    for start in range(0, B, BLOCK_B):
+        block = start + tl.arange(0, BLOCK_B)
+        places = table_ptr + block.to(tl.int64)[:, None] * V + v[None, :]
+        mask = (block < B)[:, None] & (v < V)[None, :]
+        count = tl.load(places, mask=mask, other=0)
+        tl.store(places, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        total += tl.sum(count, 0)
+    tl.store(total_ptr + v, total, mask=v < V)
+
+
+@Kernel
+def place_kernel(
+    lists,  # Lists, by token
+    order_ptr,  # (N,), the token of each of them; None if they are in the order of the tokens
+    table_ptr,  # (B, V) int32, where in its class's list the block's next entry belongs
+    classes,  # Lists by class; writes the entries
+    N,
+    V,
+    rows,
+):
+    block = tl.program_id(0).to(tl.int64)
+    for row in range(block * rows, tl.minimum((block + 1) * rows, N)):
+        begin, end = bounds(lists, row)
+        token = row
+        if order_ptr is not None:
+            token = tl.load(order_ptr + row).to(tl.int64)
+        for start in range(begin, end, LISTED):
+            place = start + tl.arange(0, LISTED)
+            here = place < end
+            entries = tl.load(lists.entries + place, mask=here, other=0)
+            column, value = entries & 0xFFFFFFFF, entries >> 32 << 32
+            to = tl.load(classes.behind + column - 1, mask=here & (column > 0), other=0)
+            to += tl.atomic_add(table_ptr + block * V + column, 1, mask=here, sem="relaxed")
+            tl.store(classes.entries + to, value | token, mask=here)
+        tl.debug_barrier()  # the next token's places are behind this one's
+
+
+def launch_class_order(
+    lists: Lists,  # by token
+    num_classes: int,
+    *,
+    rows: int,  # tokens of a block
+    splits: int,  # the most splits
+    order: Tensor | None = None,  # (N,)
+) -> Lists:
+    tokens, like = lists.lengths.shape[0], lists.entries
+    blocks = cdiv(tokens, rows)
+    table = like.new_zeros(blocks, num_classes, dtype=torch.int32)
+    total, behind = (like.new_empty(num_classes, dtype=torch.int32) for _ in range(2))
+    count_kernel[(tokens, lists.walkers)](lists, table, num_classes, rows, num_warps=4)
+    running_totals_kernel[(cdiv(num_classes, BLOCK_V.value),)](table, total, blocks, num_classes, num_warps=4)
+    classes = cut_lists(Lists(like.new_empty(like.numel(), dtype=torch.int64), total, behind=behind), splits)
+    place_kernel[(blocks,)](lists, order, table, classes, tokens, num_classes, rows, num_warps=4)
+    return classes

@@ -7,7 +7,7 @@
                           the dense blocks only                                                    class_blocks.py
     after the last chunk of a span
         grad_input (+)= sum of value linear_weight[class] over a token's list                       gather_sums.py
-        the lists are sorted by class                                                                class_order.py
+        the lists are sorted by class                                                            sparse_or_dense.py
         grad_linear_weight (+)= sum of value input[token] over a class's list                        gather_sums.py
 
 If many tokens keep a class, a GEMM is faster than lists, and the gradient of that class is then exact. If the
@@ -24,8 +24,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...math.options import in_columns
 from ...math.sparse_gradient import room_of_row
-from ...math.topk import in_columns
 from ...support.workspace import matrix_bytes, reserved
 from ..gemm.tma import matrix_of
 from ..rows.finish_rows import FinishedRows, Tokens
@@ -33,16 +33,15 @@ from ..rows.valid_tokens import ValidTokens
 from ..steps.chunks import MULTIPLE, TOKEN_BYTES, Chunking, best_chunking, problem_of, slices
 from ..steps.gradients import Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
-from .class_order import launch_class_order
 from .gather_sums import CLASS_COLUMNS, SPLIT, TOKEN_COLUMNS, Lists, cut_lists, launch_gather_lists
 from .sparse_lists import launch_lists
-from .sparse_or_dense import NONE_DENSE, Call, SparseRows, empty_dense, launch_sparse_or_dense
+from .sparse_or_dense import NONE_DENSE, Call, SparseRows, empty_dense, launch_class_order, launch_sparse_or_dense
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary, R room of a row's list
 
 SPLITS_BYTES = 64 << 20  # memory for the float32 sums of splits
 BLOCK_TOKENS = 32  # tokens whose places in the lists of the classes one program hands out
-MOST_ENTRIES = 2**31 - 1  # limit for the lists of a span, because class_order.py counts in int32
+MOST_ENTRIES = 2**31 - 1  # limit for the lists of a span, because counts are int32
 
 
 class SparseStep(OnePassStep):

@@ -18,13 +18,13 @@ from ... import meta
 from ...math.options import Cotangents
 from ...meta.arguments import Backward, BackwardInPlace
 from ...meta.call import takes
-from ...objectives.given_slopes import GivenSlopes
+from ...objectives.row import GivenSlopes
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
-from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
 from ..gemm.padded_features import with_padded_features
+from ..gemm.tiles import tiles_for
 from ..logits.stored import saved_logits, stored_logits
 from ..logits.stored_tiles import launch_stored_gradient
 from ..rows.gather_tokens import AtTarget, launch_gather_targets

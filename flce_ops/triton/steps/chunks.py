@@ -12,9 +12,8 @@ from ...meta.call import Arguments
 from ...support.integers import cdiv
 from ...support.path import record_run
 from ...support.workspace import get_workspace, least_rows, matrix_bytes
-from ..gemm.device import input_tiles_for, multiprocessors, tiles_for, weight_tiles_for
 from ..gemm.split_k import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
-from ..gemm.tiles import WEIGHT_TILES, Tiles
+from ..gemm.tiles import WEIGHT_TILES, Tiles, input_tiles_for, multiprocessors, tiles_for, weight_tiles_for
 from ..gemm.tma import fits_tma
 from ..gemm.weight_gradient import sum_bytes
 

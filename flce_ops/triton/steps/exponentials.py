@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
-from ..gemm.device import tiles_for
 from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
+from ..gemm.tiles import tiles_for
 from ..logits.stored import StoredLogits
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import AtTarget

@@ -8,8 +8,8 @@ from ...meta.call import takes
 from ...support.integers import cdiv
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
-from ..gemm.device import tiles_for
 from ..gemm.padded_features import with_padded_features
+from ..gemm.tiles import tiles_for
 from ..logits.stored import clear_unused, saved_logits
 from ..rows.column_sums import weighted_column_sum
 from ..rows.gather_tokens import launch_gather_targets

@@ -21,7 +21,7 @@ from ...math.options import Operands, Statistics, TokenStatistics
 from ...math.reduction import Reduction
 from ...math.shards import argmax_of_shards
 from ...objectives.row import RowObjective
-from ...objectives.token_objective import FunctionObjective
+from ...objectives.token_function import FunctionObjective
 from ..gemm.backends import backend_for
 from ..gemm.class_blocks import EVERY_BLOCK
 from ..gemm.input_gradient import Finish
@@ -30,10 +30,9 @@ from ..gemm.tma import NO_OUTER
 from ..rows.column_sums import weighted_column_sum
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
-from ..rows.row_numbers import launch_row_statistics, sums_for
+from ..rows.row_numbers import launch_row_statistics, launch_token_function, sums_for
 from ..rows.smoothing import SmoothingTerms
 from ..rows.target_rows import TOKENS_AT_MOST, launch_target_rows
-from ..rows.token_numbers import launch_token_function
 from ..rows.valid_tokens import ValidTokens
 from .chunks import Chunking, padded
 from .exponentials import RowSums, launch_exponentials

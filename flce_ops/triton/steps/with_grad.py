@@ -17,14 +17,12 @@ from ...meta.arguments import WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
 from ...objectives.row import RowObjective
-from ...objectives.token_losses import token_loss_named
-from ...objectives.token_objective import FunctionObjective
+from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
 from ..gemm.padded_features import with_padded_features
 from ..rows.after_chunks import LossSum
-from ..rows.row_numbers import sum_pairs
+from ..rows.row_numbers import launch_in_order, sum_pairs
 from ..rows.smoothing import SmoothingTerms
-from ..rows.token_numbers import launch_in_order
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans

@@ -1,4 +1,9 @@
-"""The forward operators, of a head and of given logits: the numbers of each row that a loss needs."""
+"""The forward and backward operators, of a head and of given logits.
+
+forward     the numbers of each row that a loss needs
+backward    makes the gradient of the logits from the cotangents of these numbers. It recomputes the logits that forward
+            did not save, or reads given ones. For a head, two GEMMs follow.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,10 +13,18 @@ from torch import Tensor
 
 from ..math.options import Statistics
 from ..math.shards import target_columns
-from ..meta.arguments import Forward, LogitsForward
+from ..meta.arguments import Backward, BackwardInPlace, Forward, LogitsBackward, LogitsForward
 from .chunks import chunk_products, copied_rows, copy_bytes, product_is_rounded, rows_per_chunk
-from .gradients import run_blocks
-from .logits import at_columns, extra_matrices, reduce_rows, upcast
+from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
+from .logits import (
+    add_target_and_sum,
+    at_columns,
+    extra_matrices,
+    reduce_rows,
+    softmax_factors,
+    softmax_gradient,
+    upcast,
+)
 from .valid_tokens import kernel_of, zero_where_ignored
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -61,3 +74,42 @@ def numbers_of_rows(
                 made[name][rows] = of_rows
 
     run_blocks(call, products, numbers, column, made["target_logit"])
+
+
+@kernel_of(BackwardInPlace)
+def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
+    main_grad = call.main_grad.data  # with its own version counter: all chunks count as one write
+    torch.autograd.graph.increment_version(call.main_grad)
+    gradients_of_head(call, (grads[0], main_grad, *grads[2:]))
+
+
+@kernel_of(Backward)
+def backward(call: Backward, grads: Sequence[Tensor]) -> None:
+    gradients_of_head(call, grads)
+
+
+@kernel_of(LogitsBackward)
+def logits_backward(call: LogitsBackward, grads: Sequence[Tensor]) -> None:
+    gradients_of_rows(call, copied_rows(call), GivenRows(grads[0]))
+
+
+def gradients_of_head(call: Backward, grads: Sequence[Tensor]) -> None:
+    # p and its factor are separate matrices if the factor depends on the class
+    in_block = int(call.grad_expected_log_prob is not None)
+    retained = None if call.retained is None else call.retained.view(call.operands.input.dtype)
+    gradients_of_rows(call, *products_and_gradients(call, grads, in_block, retained))
+
+
+def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: GradientAccumulator) -> None:
+    operands, start = call.operands, vars(call).get("vocab_start", 0)
+    valid, hit, column = target_columns(operands.target, call.ignore_index, start, operands.num_classes)
+    cotangents = call.cotangents.masked(hit, valid, call.lse_pair.dtype)
+    factors = softmax_factors(call, valid, cotangents.grad_lse)
+    weight = upcast(operands.weight, call.lse_pair.dtype)
+
+    def gradient(rows: slice, logits: Tensor) -> Tensor | None:
+        own = cotangents.of(rows)
+        add_target_and_sum(softmax_gradient(logits, factors.of(rows)), column[rows], own, weight)
+        return own.grad_lse
+
+    run_blocks(call, products, gradient, gradients=gradients)
