@@ -22,15 +22,12 @@ from ..ops.paths import gradients_in_the_same_pass
 from .arguments import OP, check_arguments
 from .class_order import check_class_order, in_class_order, in_order_of_ids
 from .kl_div import loss_of_probabilities
-from .loss import NOTHING as NO_RESULTS
-from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
+from .loss import NONE_ASKED, NOTHING, WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from .metrics import accuracy_and_top1
 from .positions import losses_of_positions
 from .schemas import CrossEntropy, CrossEntropyMetrics
 
 # N tokens, K classes of a target, D hidden, V vocabulary
-
-NOTHING = Statistics()
 
 
 def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
@@ -47,7 +44,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     return loss, *(local.new_zeros(0) if result is None else result for result in (accuracy, is_top1, *statistics))
 
 
-def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, TokenStatistics]:
+def composite(call: CrossEntropy, asked: Statistics = NONE_ASKED) -> tuple[Tensor, TokenStatistics]:
     """Body of torch.ops.flce.linear_cross_entropy, which returns the first of the two results."""
     if call.gradient_class_order is not None:
         check_class_order(OP, call)
@@ -82,4 +79,4 @@ def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor
     """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
     values = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
     loss, losses, _, _, _, *found, _, _ = Operator.applied(values)
-    return loss, losses, TokenStatistics.found(problem.statistics, found) if any(problem.statistics) else NO_RESULTS
+    return loss, losses, TokenStatistics.found(problem.statistics, found) if any(problem.statistics) else NOTHING

@@ -31,7 +31,6 @@ from torch import Tensor
 from ..distributed.one_rank import OneRank
 from ..distributed.vocab_parallel import vocab_parallel_rows
 from ..math.options import (
-    LogitNumbers,
     LogitOperands,
     LogitOptions,
     Operands,
@@ -47,7 +46,7 @@ from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_f
 from ..math.statistics import Rows, asked_of_rows
 from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
-from ..objectives.cross_entropy import LossNumbers, LossOptions, loss_options, losses_of_rows
+from ..objectives.cross_entropy import LossOptions, loss_options, losses_of_rows
 from ..ops.call_facts import needs_gradient
 from ..support.symbolic import SYMBOLIC
 from ..support.torch_private import differentiated
@@ -102,11 +101,10 @@ def token_losses(
     return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
 
 
-def has_effect(numbers: LossNumbers | LogitNumbers) -> bool:
-    """Whether a number is not at its default. A number that is symbolic in a traced graph has an effect."""
+def has_effect(numbers: Any) -> bool:
+    """Whether a number is not at its default. A number that is symbolic in a traced graph counts as such."""
     for name, number in zip(numbers._fields, numbers):
-        default = numbers._field_defaults[name]
-        if number is not default and (isinstance(number, SYMBOLIC) or number != default):
+        if isinstance(number, SYMBOLIC) or number != numbers._field_defaults[name]:
             return True
     return False
 
@@ -138,13 +136,8 @@ def loss_of_tokens(
     operands, scalar_loss = problem.operands, call.reduction != "none"
     token_weight, normalizer = call.token_weight, call.normalizer
     loss: Tensor | None
-    if (
-        scalar_loss
-        and with_grad is not None
-        and not layout.is_mesh
-        and token_weight is None
-        and (normalizer is None or not differentiated(normalizer))
-    ):
+    constant = token_weight is None and (normalizer is None or not differentiated(normalizer))
+    if scalar_loss and with_grad is not None and constant and not layout.is_mesh:
         # all valid tokens have the same factor, and its gradient is not wanted
         loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
     else:

@@ -32,10 +32,8 @@ def features_of(call: Any) -> set[str]:
     """The features that follow from the arguments alone. "sharded vocabulary" depends on the layout: the caller adds
     it.
     """
-    values, found = vars(call), set()
-    for name in GIVEN:
-        if values.get(name) is not None:
-            found.add(name)
+    values = vars(call)
+    found = {name for name in GIVEN if values.get(name) is not None}
     if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
         found.add("DTensors")
     if functorch_is_active():

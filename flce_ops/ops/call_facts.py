@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..math.options import KlDivOperands, KlDivOptions
 from ..math.shards import shard_rows
-from ..meta.arguments import Backward
 from ..support import torch_private
 
 
@@ -50,23 +49,16 @@ def facts_of(call: Any) -> CallFacts:
     operands, groups = call.operands, vars(call)
     if isinstance(operands, KlDivOperands):
         return kl_div_facts(operands, call.options)
-    first, smoothed, sparse = operands[0], False, False
+    first, sparse, softcap = operands[0], groups.get("sparse"), call.logits.softcap is not None
+    one_class = operands.num_classes == 1 and groups.get("group") is None  # all ranks must choose the same path
+    known: dict[str, Any] = {"softcap": softcap, "topk": operands.target.dim() == 2}
     if "loss" in groups:
-        smoothed = call.loss.label_smoothing != 0.0
-    elif isinstance(call, Backward):
-        smoothed = call.cotangents.grad_logit_sum is not None
-    if "output_mask" in groups and "sparse" in groups and call.sparse.gradient_threshold:
-        sparse = any(call.sparse.products(call.output_mask))
-    return CallFacts(
-        first.device.type,
-        first.dtype,
-        first.numel() == 0,
-        operands.num_classes == 1 and groups.get("group") is None,  # all ranks must choose the same path
-        smoothed,
-        call.logits.softcap is not None,
-        topk=operands.target.dim() == 2,
-        sparse=sparse,
-    )
+        known["label_smoothing"] = call.loss.label_smoothing != 0.0
+    elif "cotangents" in groups:
+        known["label_smoothing"] = call.cotangents.grad_logit_sum is not None
+    if "output_mask" in groups and sparse is not None and sparse.gradient_threshold:
+        known["sparse"] = any(sparse.products(call.output_mask))
+    return CallFacts(first.device.type, first.dtype, first.numel() == 0, one_class, **known)
 
 
 def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
