@@ -32,7 +32,7 @@ def loss_repr(module: nn.Module) -> str:
 def check_options(module: nn.Module) -> None:
     """Refuses invalid options in the constructor, not only when the first loss is computed."""
     op, options = type(module).__name__, options_of(module)
-    check_ranges(op, **options)
+    check_ranges(op, options, options.values())
     check_sparse(op, SparseGradient(**{name: options[name] for name in OF_SPARSE}))
 
 

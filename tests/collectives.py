@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flce_ops.meta.arguments import WithGrad
 from flce_ops.ops.registration import kernel
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
@@ -13,8 +14,8 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # these send nothing
 
 
-ONE_PASS = "linear_cross_entropy_vocab_parallel_with_grad"
-KERNELS = {ONE_PASS: kernel(ONE_PASS)}
+ONE_PASS = WithGrad.op
+KERNELS = {ONE_PASS: kernel(WithGrad)}
 
 
 class RecordCollectives(TorchDispatchMode):
@@ -34,7 +35,8 @@ class RecordCollectives(TorchDispatchMode):
             sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
             if sent.device.type != "meta":  # triton/first_call.py runs the kernel on meta tensors, and sends nothing
                 self.calls.append((name, sent.numel() * sent.element_size()))
-        if name in self.kernels:  # a mode does not see what a kernel calls, so run the kernel here
+        if name in self.kernels and (kwargs or {}).get("group") is not None:
+            # a mode does not see what a kernel calls, so run the kernel here
             with self:
                 return self.kernels[name](*args, **kwargs)
         return func(*args, **(kwargs or {}))

@@ -140,7 +140,7 @@ def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills,
     first = {id(r): r[: len(indices)] for r, fill in by_token}
 
     def of_valid(name: str, value: Any) -> Any:
-        if name == "tensors":  # of a token function, (N, ...) or ()
+        if name == "tensors" and value is not None:  # of a token function, (N, ...) or ()
             return [tensor.index_select(0, indices) if tensor.dim() else tensor for tensor in value]
         if name == "valid" or not isinstance(value, Tensor):
             return None if name == "valid" else value

@@ -15,7 +15,7 @@ from ..math import shards
 from ..math.options import Statistics, TokenStatistics, beside_topk
 from ..math.reduction import Reduction
 from ..math.statistics import lse_of_pair, surprisal
-from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, TokenLossWithGrad, VocabParallelWithGrad, WithGrad
+from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, WithGrad
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.row import RowObjective
 from ..objectives.token_function import FunctionObjective, token_loss_named
@@ -31,10 +31,19 @@ NOTHING = TokenStatistics()
 
 @kernel_of(WithGrad, checks_target=True)
 def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *results, of_scale = outputs
+    if call.group is not None:
+        return with_grad_of_shard(call, outputs)
+    loss, losses, *results, log_probs, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
     of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
-    loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
+    if call.function is None:
+        loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
+        return
+    input, target = call.operands.input, call.operands.target
+    tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors or ())
+    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
+    objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
+    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
 
 @kernel_of(LogitsWithGrad, checks_target=True)
@@ -57,24 +66,12 @@ def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor
     loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
 
 
-@kernel_of(TokenLossWithGrad, checks_target=True)
-def token_loss_with_grad(call: TokenLossWithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, *grads, log_probs, of_scale = outputs
-    input, target = call.operands.input, call.operands.target
-    of_head = products_and_gradients(call, (*grads, of_scale))
-    tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors)
-    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
-    objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
-    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
-
-
-@kernel_of(VocabParallelWithGrad, checks_target=True)
-def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tensor]) -> None:
+def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     """flce_ops/distributed/vocab_parallel.py says what it does.
 
     All ranks see the same targets, so they keep the same rows and meet in the same exchanges.
     """
-    loss, losses, *grads, argmax, _, _, _, _ = outputs
+    loss, losses, *grads, argmax = outputs[:6]
     target, weight = call.operands.target, call.operands.weight
     vocab_start, own = call.vocab_start, call.operands.num_classes
     valid, hit, column = shards.target_columns(target, call.ignore_index, vocab_start, own)
@@ -91,7 +88,7 @@ def vocab_parallel_with_grad(call: VocabParallelWithGrad, outputs: Sequence[Tens
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, of_shards)
     of_rows = (own_weight, objective, valid, column, losses)
     loss.copy_(loss_and_gradients(call, products, gradients, *of_rows, statistics=own_statistics, shared=shared))
-    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:])
+    exchange.finish_statistics(call.statistics, own_statistics, valid, outputs[6:10])
 
 
 class SharedRows(NamedTuple):
@@ -176,7 +173,7 @@ def loss_and_gradients(
     log_probs: Tensor | None = None,  # (N,) or (N, K), of a token function
     shared: SharedRows | None = None,
 ) -> Tensor:  # ()
-    reduction = Reduction(call.row_scale) if shared else call.reduction
+    reduction = call.reduction
     if reduction.row_scale is None:  # then the tokens are counted here, once
         reduction = Reduction(None, reduction.divisor(valid, losses.dtype))
     asked, weight_sum = Statistics(*(of_rows is not None for of_rows in statistics)), None

@@ -33,7 +33,9 @@ class OneRank:
         self.shape, self.num_classes = call.input.shape[:-1], call.linear_weight.shape[0]
         if self.is_mesh:
             call.target, call.sparse = self.beside_tokens(call.target), self.sparse(call.sparse)
-        weight = getattr(call, "weight", None)
+        weight = vars(call).get("weight")
+        if not self.is_mesh and len(self.shape) == 1:
+            return Operands(call.input, call.linear_weight, call.target, call.linear_bias, weight)
         return Operands(
             self.rows(call.input),
             self.per_class(call.linear_weight),

@@ -39,12 +39,12 @@ from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumula
 from ..math.reduction import Reduction
 from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
 from ..math.statistics import Rows, asked_of_rows, statistics_of_shards
-from ..meta.arguments import Forward, LogitsForward, VocabParallelWithGrad
+from ..meta.arguments import Forward, LogitsForward, WithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
-from ..ops.call_facts import gradients_wanted, options_in_facts, sharding_of
+from ..ops.call_facts import gradients_wanted, sharding_of
 from ..ops.function import OPERANDS
-from ..ops.made_in_forward import MadeInForward, gradients_of_loss
+from ..ops.made_in_forward import MadeInForward
 from ..ops.paths import gradients_in_the_same_pass
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
@@ -120,7 +120,8 @@ def rows_of_shard(
         operands = operands._replace(linear_weight=pad(operands.linear_weight, (0, 0, 0, 1)), linear_bias=linear_bias)
     first = num_classes if empty else classes.start
     own = {"operands": operands, "vocab_start": first, "vocab_size": num_classes, **asked}
-    found = {made.name: numbers for made, numbers in zip(Forward.results, Forward.like(problem, **own).dispatched())}
+    results = Forward.applied(Forward.like(problem, **own))
+    found = {made.name: numbers for made, numbers in zip(Forward.results, results)}
     pair = found["lse_pair"]
     others = {name: found[name] for name, wanted in asked.items() if wanted}  # in the same order on all ranks
     for name in ("expected_log_prob", "log_sum_sq_probs"):
@@ -160,7 +161,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
         weight[classes] if size and weight is not None else None,
     )
     own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
-    target_logit, pair, logit_sum, argmax = LogitsForward.like(problem, **own).dispatched()
+    target_logit, pair, logit_sum, argmax = LogitsForward.applied(LogitsForward.like(problem, **own))
     if not size:  # this rank has no class
         target_logit = logit_sum = nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         pair = no_classes(nothing)
@@ -177,10 +178,9 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
 def one_pass_applies(layout: Layout, problem: TokenLosses) -> bool:
     """Whether all ranks take this path. The answer must not depend on the rank."""
     known = sharding_of(layout.vocabulary, layout.mesh.shape, layout.num_classes)
-    known |= options_in_facts(problem.loss, problem.logits)
     known |= {"topk": problem.operands.target.dim() == 2}
     title = "a scalar loss over a sharded vocabulary"
-    return gradients_in_the_same_pass(problem.operands, title=title, **known)
+    return gradients_in_the_same_pass(problem, title, **known)
 
 
 def losses_with_grad(
@@ -188,24 +188,24 @@ def losses_with_grad(
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with a gradient, and the tokens' losses and statistics, which are constants."""
     start, _ = layout.vocabulary_range(layout.num_classes)
-    call = VocabParallelWithGrad.like(
+    values = WithGrad.like(
         problem,
-        row_scale=reduction.row_scale,
+        reduction=reduction,
         **layout.sharing(),
         vocab_start=start,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, _, _, _, *found = VocabParallelFunction.apply(*call.values(), layout)
+    loss, losses, _, _, _, *found, _, _ = VocabParallelFunction.apply(*values, layout)
     return loss, losses, TokenStatistics.found(problem.statistics, found)
 
 
 class VocabParallelFunction(MadeInForward):
-    """The derivative of linear_cross_entropy_vocab_parallel_with_grad.
+    """The derivative of linear_cross_entropy_with_grad over a sharded vocabulary.
 
     `apply` takes the operator's arguments, then the layout.
     """
 
-    arguments = VocabParallelWithGrad
+    arguments = WithGrad
 
     @classmethod
     def forward(cls, *values):
@@ -221,18 +221,13 @@ class VocabParallelFunction(MadeInForward):
         return (None,)  # the layout
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_loss, *_):
-        call.layout = ctx.layout
-        return gradients_of_loss(cls, ctx, call, saved, grad_loss)
-
-    @classmethod
-    def made_again(cls, call, grad_loss):
+    def made_again(cls, ctx, call, grad_loss):
         # torch.autograd.grad by the operands is correct for local tensors: each is a result of ToLocal and nothing else
         # is made from it, so no path leads from one operand to another.
         problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
-        losses = losses_of_rows(problem, call.layout.num_classes, vocab_parallel_rows(call.layout, problem))
+        losses = losses_of_rows(problem, ctx.layout.num_classes, vocab_parallel_rows(ctx.layout, problem))
         leaves = [getattr(call.operands, name) for name in OPERANDS]
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = torch.autograd.grad((call.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
+        found = torch.autograd.grad((call.reduction.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
         by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found)}
         return [by_leaf.get(id(leaf)) for leaf in leaves], losses

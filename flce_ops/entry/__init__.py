@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from .. import ops as inner_operators  # noqa: F401, registers them
-from .._ops import ops
 from ..meta.call import Arguments
-from ..ops.autocast import autocast_kernel
+from ..ops.autocast import cast_operands, has_autocast
 from ..ops.registration import library
 from ..support.holes import refuse_hole, running
 from . import cross_entropy, kl_div, log_probs, logits, schemas, token_loss
@@ -57,7 +56,6 @@ ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
     "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", partial(logits.composite, handed_over=True)),
     "cross_entropy_metrics_": (schemas.LogitsCrossEntropyInPlace, METRICS, partial(logits.metrics, handed_over=True)),
 }
-NOT_CAST = (schemas.KlDiv, schemas.LogitsCrossEntropy)
 
 
 def body_of(name: str) -> Callable:
@@ -66,16 +64,25 @@ def body_of(name: str) -> Callable:
     """
     arguments, results, body = ENTRIES[name]
     alone, function = results == "Tensor", name.rstrip("_").removesuffix("_metrics")
+    first = arguments.arguments[0].name
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # not imported: an exporter has imported it
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
             refuse_hole(name, "onnx")
+        call = arguments.bind(*args, **kwargs)
+        device_type = getattr(call, first).device.type
+        autocast = has_autocast(device_type) and torch.is_autocast_enabled(device_type)
         outer, running.function = running.function, running.function or function
+        if autocast:
+            cast_operands(call, device_type)
+            torch.set_autocast_enabled(device_type, False)
         try:
-            found = body(arguments.bind(*args, **kwargs))
+            found = body(call)
         finally:
             running.function = outer
+            if autocast:
+                torch.set_autocast_enabled(device_type, True)
         return found[0] if alone and isinstance(found, tuple) else found
 
     return run
@@ -88,7 +95,3 @@ for _name, (_arguments, _results, _) in ENTRIES.items():
     # (grad, vmap) from the call.
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         library.impl(_name, BODIES[_name], _key)
-    # When a program is decomposed, the bodies run below autocast's keys and would not see autocast.
-    for _device_type in () if issubclass(_arguments, NOT_CAST) else ("cpu", "cuda"):
-        _op = getattr(ops, _name).default
-        library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")

@@ -4,8 +4,8 @@ This file checks each argument by itself and against the shapes of others. refus
 implemented.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ OP = "linear_cross_entropy"
 RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES
 ReductionName = Literal["none", "mean", "sum"]
 REDUCTIONS = get_args(ReductionName)
+DENSE = SparseGradient()  # every entry is kept
 CHOOSES = ("label_smoothing",)  # numbers whose value chooses a formula
 FROM_DATA = (
     "{op}: {name} chooses a formula, so a graph cannot take it from data; pass a Python number that does not come from "
@@ -64,7 +65,7 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
     checks.check_device(op, logits, "logits", target=target)
     if call.weight is not None:
         check_class_weight(op, call.weight, logits, "logits", logits.shape[-1], "classes of logits")
-    check_ranges(op, **call.numbers._asdict())
+    check_ranges(op, call.numbers._fields, call.numbers)
     check_reduced(op, call, logits, of="logits", token_weight=call.token_weight)
 
 
@@ -96,7 +97,7 @@ def check_policy_loss(op: str, call: PolicyLoss) -> None:
     check_head(op, call)
     constants = call.tokens._asdict()
     checks.check_constants(op, **constants)
-    check_ranges(op, **call.own._asdict())
+    check_ranges(op, call.own._fields, cast(Any, call.own))
     hint = "; one a sequence is {name}[:, None].expand_as(target)"
     what = "one number per token, got"
     check_reduced(op, call, call.input, what=what, hint=hint, **constants, token_weight=call.token_weight)
@@ -168,16 +169,16 @@ def check_reduced(
     **per_token: Tensor | None,  # (...)
 ) -> None:
     """Checks what a loss of tokens multiplies, adds and divides by."""
-    for name, tensor in (*per_token.items(), ("normalizer", call.normalizer)):
-        if tensor is not None:
-            checks.check_dense(op, **{name: tensor})
     for name, tensor in per_token.items():
         if tensor is not None:
+            checks.check_dense(op, **{name: tensor})
             checks.check_device(op, rows, of, **{name: tensor})
             checks.check_real(op, **{name: tensor})
             check_shape(op, name, tensor, rows.shape[:-1], what, hint.replace("{name}", name))
-    check_reduction(op, call.reduction)
-    check_normalizer(op, call.normalizer, call.reduction, rows, of)
+    if call.reduction not in REDUCTIONS:
+        check_reduction(op, call.reduction)
+    if call.normalizer is not None:
+        check_normalizer(op, call.normalizer, call.reduction, rows, of)
 
 
 def check_class_weight(op: str, weight: Tensor, rows: Tensor, of: str, num_classes: int, of_classes: str) -> None:
@@ -206,8 +207,8 @@ def check_head(op: str, call: CrossEntropy | LogProbs | TokenLoss | PolicyLoss) 
         topk = isinstance(call, LogProbs | TokenLoss) and target.dim() == input.dim()
         check_class_indices(op, target, input, linear_weight, topk=topk)
     checks.check_device(op, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
-    check_ranges(op, **call.numbers._asdict())
-    if call.sparse != SparseGradient():
+    check_ranges(op, call.numbers._fields, call.numbers)
+    if call.sparse != DENSE:
         checks.check_sparse(op, call.sparse, call.input if wants_gradient(call) else None)
 
 
@@ -256,8 +257,8 @@ def check_class_probabilities(call: CrossEntropy) -> None:
             refuse_hole(OP, "option of probabilities", name=name, instead=instead)
 
 
-def check_ranges(op: str, **numbers: Number | None) -> None:
-    for name, number in numbers.items():
+def check_ranges(op: str, names: Iterable[str], numbers: Iterable[Number | None]) -> None:
+    for name, number in zip(names, numbers):
         if number is None or name not in RANGES:
             continue
         expected, least, largest = RANGES[name]
@@ -290,9 +291,7 @@ def resolve_ignore_index(op: str, ignore_index: int | None, target: Tensor | Non
     return ignore_index
 
 
-def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: Tensor, of: str = "input") -> None:
-    if normalizer is None:
-        return
+def check_normalizer(op: str, normalizer: Tensor, reduction: str, input: Tensor, of: str = "input") -> None:
     if reduction == "none":
         raise ValueError(f"{op}: normalizer divides a sum, so it needs reduction='mean' or 'sum', got 'none'")
     if normalizer.dim() != 0:
@@ -301,6 +300,7 @@ def check_normalizer(op: str, normalizer: Tensor | None, reduction: str, input: 
         )
     if normalizer.dtype == torch.bool:
         raise TypeError(f"{op}: expected normalizer to be a number, got one in torch.bool")
+    checks.check_dense(op, normalizer=normalizer)
     checks.check_real(op, normalizer=normalizer)
     if normalizer.device.type != "cpu":
         checks.check_device(op, input, of, normalizer=normalizer)

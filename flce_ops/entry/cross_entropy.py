@@ -17,19 +17,17 @@ from ..math.options import Statistics, TokenLosses, TokenStatistics
 from ..math.reduction import Reduction
 from ..meta.arguments import WithGrad as Operator
 from ..meta.checks import check_main_grad
-from ..ops.call_facts import gradients_wanted, options_in_facts
+from ..ops.call_facts import gradients_wanted
 from ..ops.paths import gradients_in_the_same_pass
 from .arguments import OP, check_arguments
 from .class_order import check_class_order, in_class_order, in_order_of_ids
 from .kl_div import loss_of_probabilities
-from .loss import WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
+from .loss import NONE_ASKED, NOTHING, WithGrad, layout_of_call, loss_of_tokens, losses_and_statistics, token_losses
 from .metrics import accuracy_and_top1
 from .positions import losses_of_positions
 from .schemas import CrossEntropy, CrossEntropyMetrics
 
 # N tokens, K classes of a target, D hidden, V vocabulary
-
-NOTHING = Statistics()
 
 
 def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
@@ -46,7 +44,7 @@ def composite_metrics(call: CrossEntropyMetrics) -> tuple[Tensor, ...]:
     return loss, *(local.new_zeros(0) if result is None else result for result in (accuracy, is_top1, *statistics))
 
 
-def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, TokenStatistics]:
+def composite(call: CrossEntropy, asked: Statistics = NONE_ASKED) -> tuple[Tensor, TokenStatistics]:
     """Body of torch.ops.flce.linear_cross_entropy, which returns the first of the two results."""
     if call.gradient_class_order is not None:
         check_class_order(OP, call)
@@ -68,21 +66,17 @@ def composite(call: CrossEntropy, asked: Statistics = NOTHING) -> tuple[Tensor, 
     if layout.splits_vocabulary:
         if call.reduction != "none" and vocab_parallel.one_pass_applies(layout, problem):
             with_grad = partial(vocab_parallel.losses_with_grad, layout)
-    elif call.reduction != "none" and torch.is_grad_enabled() and one_pass_applies(problem):
-        with_grad = losses_with_grad
+    elif call.reduction != "none" and torch.is_grad_enabled():
+        sparse = call.sparse.gradient_threshold != 0.0
+        if gradients_in_the_same_pass(problem, main_grad=call.main_grad is not None, sparse=sparse):
+            with_grad = losses_with_grad
     loss, found = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     statistics = TokenStatistics._make(found)
     return loss, statistics if order is None else in_order_of_ids(statistics, cast(Tensor, call.gradient_class_order))
 
 
-def one_pass_applies(problem: TokenLosses) -> bool:
-    known = options_in_facts(problem.loss, problem.logits)
-    known |= {"main_grad": problem.main_grad is not None, "sparse": problem.sparse.gradient_threshold != 0.0}
-    return gradients_in_the_same_pass(problem.operands, **known)
-
-
 def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
-    call = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
-    loss, losses, _, _, _, *found, _ = call.dispatched()
-    return loss, losses, TokenStatistics.found(problem.statistics, found)
+    values = Operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
+    loss, losses, _, _, _, *found, _, _ = Operator.applied(values)
+    return loss, losses, TokenStatistics.found(problem.statistics, found) if any(problem.statistics) else NOTHING

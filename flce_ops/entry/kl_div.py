@@ -13,8 +13,8 @@ from ..math.options import KlDivOperands, KlDivOptions, LogitNumbers, Number, ac
 from ..math.reduction import mean_denominator, row_factor, weighted_sum
 from ..meta.arguments import KlDivForward, KlDivWithGrad
 from ..objectives.divergence import KINDS, smoothed_and_weighted
-from ..ops.call_facts import gradients_wanted, needs_gradient
-from ..ops.paths import gradients_in_the_same_pass
+from ..ops.call_facts import gradients_wanted, loss_facts, needs_gradient
+from ..ops.paths import path_of_loss
 from ..support.symbolic import known_only_when_it_runs
 from .arguments import FROM_DATA, check_arguments, check_divergence, check_ranges
 from .loss import layout_of_call, weightless
@@ -28,7 +28,7 @@ NUMBERS = ("softcap", "teacher_softcap", "logit_scale", "teacher_logit_scale", "
 
 def composite(call: KlDiv) -> Tensor:
     """Body of torch.ops.flce.linear_kl_div."""
-    check_ranges(OP, **{name: getattr(call, name) for name in NUMBERS})
+    check_ranges(OP, NUMBERS, (getattr(call, name) for name in NUMBERS))
     kind = resolve_kind(call.kind, call.beta)
     layout = layout_of_call(OP, call)
     operands = KlDivOperands._make([*(getattr(call, name) for name in KlDivOperands._fields[:-1]), None])
@@ -120,12 +120,12 @@ def reduced(
 ) -> Tensor:  # () or (...)
     """The loss. If it is a scalar, gradients that are wanted are made in the same pass."""
     factor = row_factor(operands.valid, token_weight, denominator)
-    if reduction != "none" and gradients_in_the_same_pass(operands):
+    facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias)
+    if reduction != "none" and path_of_loss("a scalar loss", facts) != "recompute":
         asked = gradients_wanted(operands), needs_gradient(options.logit_scale)
-        call = KlDivWithGrad.of([*operands, factor, *options, *asked])
-        loss, divergence, *_ = call.dispatched()
+        loss, divergence, *_ = KlDivWithGrad.applied([*operands, factor, *options, *asked])
     else:
-        divergence = KlDivForward.of([*operands, *options]).dispatched()[0]
+        divergence = KlDivForward.applied([*operands, *options])[0]
         if reduction == "none":
             return layout.result(factor * divergence)
         loss = (factor * divergence).sum()

@@ -74,7 +74,7 @@ def losses_with_grad(
 ) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradient, the losses of tokens (N,), and the statistics."""
     argmax = problem.statistics.argmax
-    loss, losses, *_, largest = operator.like(problem, reduction=reduction, argmax=argmax).dispatched()
+    loss, losses, *_, largest = operator.applied(operator.like(problem, reduction=reduction, argmax=argmax))
     if handed_over is not None:
         remember_handed_over(loss, handed_over)
     return loss, losses, TokenStatistics(largest if argmax else None)

@@ -21,7 +21,7 @@ gradient, which is made of their losses; metrics are wanted; or the denominator 
 by it is 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from ..distributed.one_rank import OneRank
 from ..distributed.vocab_parallel import vocab_parallel_rows
 from ..math.options import (
     LogitOperands,
+    LogitOptions,
     Operands,
     Statistics,
     TokenLosses,
@@ -45,18 +46,19 @@ from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_f
 from ..math.statistics import Rows, asked_of_rows
 from ..meta.arguments import Forward, LogitsForward
 from ..meta.call import Arguments
-from ..objectives.cross_entropy import loss_options, losses_of_rows
-from ..ops.autocast import autocast_call, has_autocast
+from ..objectives.cross_entropy import LossOptions, loss_options, losses_of_rows
 from ..ops.call_facts import needs_gradient
+from ..support.symbolic import SYMBOLIC
 from ..support.torch_private import differentiated
 from .refusals import features_of, refuse
 from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
 
 # N tokens, V vocabulary
 
-NONE_ASKED = Statistics()
+COUNTED, NOTHING = Reduction(None), TokenStatistics()
+NONE_ASKED, NO_LOSS_OPTIONS, NO_LOGIT_OPTIONS = Statistics(), LossOptions(), LogitOptions()
 Call = CrossEntropy | LogitsCrossEntropy | TokenLoss | PolicyLoss
-Found = tuple[Tensor | None, ...]  # (N,) each, the other requested results
+Found = Sequence[Tensor | None]  # (N,) each, the other requested results
 # Returns losses (N,), 0 for ignored tokens.
 FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]
 # Returns the loss () with its gradients, and the losses.
@@ -64,7 +66,7 @@ WithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
 
 
 def layout_of_call(op: str, call: Arguments) -> OneRank:
-    """The layout of the call's tensors. Also casts the operands to autocast's dtype."""
+    """The layout of the call's tensors."""
     features = features_of(call)
     if features:
         refuse(op, call, features)
@@ -77,9 +79,6 @@ def layout_of_call(op: str, call: Arguments) -> OneRank:
         layout = layout_of_arguments(op, named)
         if layout.splits_vocabulary:
             refuse(op, call, features | {"sharded vocabulary"})
-    device_type = getattr(call, call.fields[0][0]).device.type
-    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
-        autocast_call(call)
     return layout
 
 
@@ -91,16 +90,23 @@ def token_losses(
     asked: Statistics = NONE_ASKED,
     **others: Any,
 ) -> TokenLosses:
-    input, values = operands[0], vars(call)
-    loss, logits = (
-        loss_options(call.numbers, input),
-        logit_options(call.numbers, input, learnt=values.get("learnt_scale")),
-    )
-    others["scale_gradient"] = needs_gradient(logits.logit_scale)
+    input, values, numbers = operands[0], vars(call), call.numbers
+    learnt, loss, logits = values.get("learnt_scale"), NO_LOSS_OPTIONS, NO_LOGIT_OPTIONS
+    if learnt is not None or has_effect(numbers):
+        loss, logits = loss_options(numbers, input), logit_options(numbers, input, learnt=learnt)
+        others["scale_gradient"] = needs_gradient(logits.logit_scale)
     for name in ("main_grad", "sparse", "batch_invariant"):
         if name in values:
             others[name] = values[name]
     return TokenLosses(operands, call.ignore_index, loss, logits, asked, **others)
+
+
+def has_effect(numbers: Any) -> bool:
+    """Whether a number is not at its default. A number that is symbolic in a traced graph counts as such."""
+    for name, number in zip(numbers._fields, numbers):
+        if isinstance(number, SYMBOLIC) or number != numbers._field_defaults[name]:
+            return True
+    return False
 
 
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
@@ -108,9 +114,9 @@ def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
         return vocab_parallel_rows(layout, problem)
     asked = asked_of_rows(problem)
     if isinstance(problem.operands, LogitOperands):
-        target_logit, pair, logit_sum, argmax = LogitsForward.like(problem, **asked).dispatched()
+        target_logit, pair, logit_sum, argmax = LogitsForward.applied(LogitsForward.like(problem, **asked))
         return Rows(target_logit, pair, logit_sum, argmax=argmax)
-    return Rows.of_forward(Forward.like(problem, **asked).dispatched())
+    return Rows.of_forward(Forward.applied(Forward.like(problem, **asked)))
 
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:
@@ -128,15 +134,16 @@ def loss_of_tokens(
 ) -> tuple[Tensor, Found]:
     """Returns the loss, () or (...), and the other requested results, (...)."""
     operands, scalar_loss = problem.operands, call.reduction != "none"
-    dtype, token_weight = accumulation_dtype(operands[0].dtype), call.token_weight
-    if token_weight is not None:
-        token_weight = cast(Tensor, layout.per_token(token_weight)).to(dtype)
-    in_operator = scalar_loss and with_grad is not None and not layout.is_mesh
+    token_weight, normalizer = call.token_weight, call.normalizer
     loss: Tensor | None
-    if in_operator and token_weight is None and not differentiated(call.normalizer):
+    constant = token_weight is None and (normalizer is None or not differentiated(normalizer))
+    if scalar_loss and with_grad is not None and constant and not layout.is_mesh:
         # all valid tokens have the same factor, and its gradient is not wanted
-        loss, _, found = cast(WithGrad, with_grad)(problem, reduction_in_operator(layout, call, problem))
+        loss, _, found = with_grad(problem, reduction_in_operator(layout, call, problem))
     else:
+        dtype = accumulation_dtype(operands[0].dtype)
+        if token_weight is not None:
+            token_weight = cast(Tensor, layout.per_token(token_weight)).to(dtype)
         denominator = denominator_of(layout, call, problem) if scalar_loss else None
         learnt = problem.logits.logit_scale
         wants_gradient = scalar_loss and differentiated(*operands, token_weight, denominator, learnt)
@@ -156,7 +163,7 @@ def loss_of_tokens(
                 found = tuple(r if r is None else r.masked_fill(beside_topk(left_out, r), 0.0) for r in found)
             total = weighted_sum(problem.valid, token_weight, losses) if scalar_loss else losses * factor
         loss = layout.quotient(loss, total, denominator) if scalar_loss else layout.result(total)
-    return loss, tuple(None if of_rows is None else layout.result(of_rows) for of_rows in found)
+    return loss, found if found is NOTHING else [None if of is None else layout.result(of) for of in found]
 
 
 def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> Reduction:
@@ -164,8 +171,9 @@ def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> 
     takes seven launches.
     """
     input = problem.operands[0]
-    if call.reduction == "mean" and call.normalizer is None and problem.denominator_weight is None:
-        return Reduction(None)
+    weighted = problem.operands.weight is not None and problem.target_weight is None
+    if call.reduction == "mean" and call.normalizer is None and not weighted:
+        return COUNTED
     if call.normalizer is not None and call.normalizer.device != input.device:  # a number becomes a tensor on the CPU
         return Reduction(None, scalar(1.0, input) * call.normalizer)
     denominator = denominator_of(layout, call, problem)

@@ -85,4 +85,5 @@ def check_positions(call: CrossEntropy) -> None:
         check_per_class(OP, "weight", call.weight, num_classes)
     check_device(OP, input, target=target, weight=call.weight)
     check_reduction(OP, call.reduction)
-    check_normalizer(OP, call.normalizer, call.reduction, input)
+    if call.normalizer is not None:
+        check_normalizer(OP, call.normalizer, call.reduction, input)

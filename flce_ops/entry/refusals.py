@@ -46,7 +46,7 @@ def features_of(call: Any) -> set[str]:
         found |= {"metrics", "argmax"} if call.statistics.argmax else {"metrics"}
     if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
         found.add("sparse gradient")
-    if needs_gradient(values.get("learnt_scale")):
+    if values.get("learnt_scale") is not None and needs_gradient(values["learnt_scale"]):
         found.add("learnt scale")
     if values.get("batch_invariant"):
         found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}

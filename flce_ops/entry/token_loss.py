@@ -2,7 +2,7 @@
 
 torch.ops.flce.linear_token_loss -> composite -> loss_of_tokens in loss.py, which calls one of these two
 
-    losses_with_grad    one pass: linear_token_loss_with_grad
+    losses_with_grad    one pass: linear_cross_entropy_with_grad
     losses_of_rows      the function in differentiable ATen over N row numbers of a forward operator; for a function of
                         the entropy and with a sharded vocabulary, too
 """
@@ -18,7 +18,7 @@ from ..distributed.one_rank import OneRank
 from ..math.options import Statistics, TokenLosses, accumulation_dtype
 from ..math.reduction import Reduction
 from ..math.statistics import log_probs_of_targets
-from ..meta.arguments import TokenLossWithGrad, TokenOperands
+from ..meta.arguments import WithGrad
 from ..objectives.policy import policy_of
 from ..objectives.token_function import TokenLoss, harmless, own, token_loss_named, zero_where
 from ..ops.call_facts import gradients_wanted
@@ -57,7 +57,7 @@ def loss_of_function(
     with_grad = None
     if call.reduction != "none" and not layout.splits_vocabulary:
         known = {"sparse": call.sparse.gradient_threshold != 0.0, "entropy": "entropy" in function.reads}
-        if gradients_in_the_same_pass(operands, "a scalar loss of token functions", **known):
+        if gradients_in_the_same_pass(problem, "a scalar loss of token functions", **known):
             with_grad = partial(losses_with_grad, function, tensors)
     from_forward = partial(losses_of_rows, function, tensors, layout)
     loss, (log_probs,) = loss_of_tokens(layout, call, problem, from_forward, with_grad)
@@ -68,15 +68,14 @@ def losses_with_grad(
     function: TokenLoss, tensors: list[Tensor], problem: TokenLosses, reduction: Reduction
 ) -> tuple[Tensor, Tensor, tuple[Tensor]]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and their log-probabilities."""
-    call = TokenLossWithGrad.like(
+    values = WithGrad.like(
         problem,
-        operands=TokenOperands(*problem.operands[:4]),
         function=function.name,
         tensors=tensors,
         reduction=reduction,
         output_mask=gradients_wanted(problem.operands),
     )
-    loss, losses, *_, log_probs, _ = call.dispatched()
+    loss, losses, *_, log_probs, _ = WithGrad.applied(values)
     return loss, losses, (log_probs,)
 
 

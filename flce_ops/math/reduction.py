@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..support.torch_private import apply_function, functorch_is_active
+from ..support.torch_private import functorch_is_active, plain_apply
 
 # N tokens, V vocabulary
 
@@ -107,9 +107,7 @@ def quotient(loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> 
     """
     if loss is None:
         return total if denominator is None else total / denominator
-    if functorch_is_active():
-        return Quotient.apply(loss, total, denominator)
-    return apply_function(Quotient, loss, total, denominator)
+    return (Quotient.apply if functorch_is_active() else apply_quotient)(loss, total, denominator)
 
 
 class Quotient(Function):
@@ -133,6 +131,9 @@ class Quotient(Function):
     # for tangents of token_weight or normalizer; forward mode by the operands is refused elsewhere
     def jvp(ctx, tangent: Tensor, *_) -> Tensor:
         return tangent.clone()
+
+
+apply_quotient = plain_apply(Quotient)
 
 
 def target_is_argmax(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (...) bool

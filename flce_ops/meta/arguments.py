@@ -1,7 +1,7 @@
 """The arguments and results of each inner operator, declared once, as the fields of a class (call.py)."""
 
 from operator import attrgetter
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from .call import Arguments, Result, class_index, gradients, lse_pair, scalar, t
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
 OptionalSymInt = Annotated[int | None, "SymInt?"]
+OptionalStr = Annotated[str | None, "str?"]
 
 # made if the call's `scale_gradient` is True
-OF_SCALE = Result("grad_logit_scale", lambda call: (), attrgetter("scale_gradient"), None, operand="logit_scale")
+OF_SCALE = Result("grad_logit_scale", (), attrgetter("scale_gradient"), None, operand="logit_scale")
 GRADIENTS = gradients("input", "linear_weight", "linear_bias")
 LOSSES: tuple[Result, ...] = (scalar("loss"), token("losses"))
 STATISTICS = tuple(
@@ -89,7 +90,7 @@ class BackwardInPlace(Backward, keyword_from="ignore_index"):
 
 class WithGrad(Arguments, keyword_from="ignore_index"):
     op = "linear_cross_entropy_with_grad"
-    results = (*LOSSES, *GRADIENTS, *STATISTICS, OF_SCALE)
+    results = (*LOSSES, *GRADIENTS, *STATISTICS, topk("log_probs", "function"), OF_SCALE)
 
     operands: Operands
     reduction: Reduction
@@ -102,25 +103,16 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     target_weight: Tensor | None = None  # (N, K), with a target (N, K)
     sparse: SparseGradient
     batch_invariant: bool = False  # as of backward
-
-
-class VocabParallelWithGrad(Arguments, keyword_from="group"):
-    """`weight` has the V classes of all ranks; the other operands have this rank's."""
-
-    op = "linear_cross_entropy_vocab_parallel_with_grad"
-    results = (*LOSSES, *GRADIENTS, *STATISTICS)
-
-    operands: Operands
-    row_scale: Tensor  # (N,)
-    group: str
-    ranks: int
-    vocab_start: SymInt
-    vocab_size: SymInt
-    ignore_index: int = -100
-    loss: LossOptions
-    logits: LogitOptions
-    output_mask: OutputMask
-    statistics: Statistics
+    # If the losses of tokens are those of a function of one token: its name in objectives/token_function.py, and its
+    # tensors, (N, ...) or () each, which are constants.
+    function: OptionalStr = None
+    tensors: list[Tensor] | None = None
+    # If ranks share the vocabulary: their process group, their number, this rank's first class, and V over all of them.
+    # `weight` has the classes of all ranks then.
+    group: OptionalStr = None
+    ranks: int = 1
+    vocab_start: SymInt = 0
+    vocab_size: OptionalSymInt = None
 
 
 GRADIENT_OF_LOGITS = (gradients("logits")[0]._replace(asked=None),)
@@ -218,31 +210,3 @@ class KlDivWithGrad(KlDiv, keyword_from="options"):
     options: KlDivOptions
     output_mask: OutputMask
     scale_gradient: bool = False
-
-
-class TokenOperands(NamedTuple):
-    input: Tensor  # (N, D)
-    linear_weight: Tensor  # (V, D)
-    target: Tensor  # (N,), or (N, K)
-    linear_bias: Tensor | None = None  # (V,)
-
-    @property
-    def num_classes(self) -> int:
-        return self.linear_weight.shape[0]
-
-
-class TokenLossWithGrad(Arguments, keyword_from="ignore_index"):
-    """A scalar loss whose tokens' losses are those of a function of one token."""
-
-    op = "linear_token_loss_with_grad"
-    results = (*LOSSES, *GRADIENTS, topk("log_probs"), OF_SCALE)
-
-    operands: TokenOperands
-    function: str  # its name, in objectives/token_function.py
-    tensors: list[Tensor]  # (N, ...) or () each, constants
-    reduction: Reduction
-    ignore_index: int = -100
-    logits: LogitOptions
-    output_mask: OutputMask
-    scale_gradient: bool = False
-    batch_invariant: bool = False  # as of backward

@@ -26,13 +26,13 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from .._ops import ops
 from ..support.path import Choice
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
+    list[Tensor] | None: "Tensor[]?",
     bool: "bool",
     int: "int",
     float: "float",
@@ -50,16 +50,21 @@ BY_TOKEN = ("input", "logits")  # operands (N, ...) that may have a gradient
 
 class Result(NamedTuple):
     name: str
-    shape: Callable[[Any], Sequence[int]] | None = None  # takes a call; None: (N,), or the operand's shape
-    # whether a call requests it, otherwise it is (0,); None: always requested
-    asked: Callable[[Any], Any] | None = None
+    shape: Callable[[Any], Sequence[int]] | tuple[()] | None = None  # of a call; None: (N,), or the operand's shape
+    # Whether a call requests it, otherwise it is (0,). None: always requested. An integer: a place in output_mask.
+    asked: Callable[[Any], Any] | int | None = None
     at_ignored: float | None = 0.0  # its value at ignored tokens; None: it has no entry for each token
     dtype: torch.dtype | None = None  # None: the accumulation dtype, or the operand's
     operand: str = ""  # for a gradient: the name of its operand
 
 
+def requested(result: Result, call: Any) -> bool:
+    asked = result.asked
+    return asked is None or bool(call.output_mask[asked] if isinstance(asked, int) else asked(call))
+
+
 def scalar(name: str) -> Result:
-    return Result(name, lambda call: (), at_ignored=None)
+    return Result(name, (), at_ignored=None)
 
 
 def token(name: str, asked_by: str = "") -> Result:
@@ -79,8 +84,8 @@ def lse_pair(name: str, asked: Callable[[Any], Any] | None = None) -> Result:
     return Result(name, lambda call: (call.operands[0].shape[0], 2), asked)
 
 
-def topk(name: str) -> Result:
-    return Result(name, attrgetter("operands.target.shape"))
+def topk(name: str, asked_by: str = "") -> Result:
+    return token(name, asked_by)._replace(shape=attrgetter("operands.target.shape"))
 
 
 def gradients(*operands: str) -> tuple[Result, ...]:
@@ -88,7 +93,7 @@ def gradients(*operands: str) -> tuple[Result, ...]:
 
     def of(operand: str, place: int) -> Result:
         at_ignored = 0.0 if operand in BY_TOKEN else None
-        return Result(f"grad_{operand}", None, lambda call: call.output_mask[place], at_ignored, operand=operand)
+        return Result(f"grad_{operand}", None, place, at_ignored, operand=operand)
 
     return tuple(of(operand, place) for place, operand in enumerate(operands))
 
@@ -115,22 +120,26 @@ class Arguments:
     all_count = False  # whether all tokens are known to be valid
 
     op: ClassVar[str] = ""
+    operator: ClassVar[Callable]  # the dispatcher's
+    # What the operator's autograd keys run, given its values. The bodies of entry operators call it without the
+    # dispatcher, which takes 5 us.
+    applied: ClassVar[Callable[[list[Any]], Any]]
     results: ClassVar[tuple[Result, ...]] = ()
     written: ClassVar[str] = ""  # the argument that the operator writes to
 
     arguments: ClassVar[tuple[Argument, ...]]
     positional: ClassVar[int]  # the number of positional arguments
     index: ClassVar[dict[str, int]]
-    keywords: ClassVar[tuple[str, ...]]
+    keywords: ClassVar[tuple[tuple[str, Any], ...]]  # names and defaults
     defaults: ClassVar[list[Any]]
     fields: ClassVar[list[tuple[str, Any, Any]]]  # name, group or None, index or slice
-    names: ClassVar[frozenset[str]]  # of all fields
-    usual: ClassVar[dict[str, Any]]  # fields that have defaults
+    usual: ClassVar[list[tuple[str, bool, Any]]]  # each field's name, whether it is a group, and its default
     tensor_places: ClassVar[list[int]]  # indices of arguments that are tensors, or None
     lists: ClassVar[list[int]]  # indices of arguments that are lists
     tensor_lists: ClassVar[list[int]]  # of tensors
     fills: ClassVar[tuple[float | None, ...]]  # for each result, its value at ignored tokens
     made: ClassVar[tuple[str, ...]]  # the operands whose gradients are among the results
+    made_at: ClassVar[list[int]]  # the places of these results
 
     def __init_subclass__(cls, keyword_from: str = "") -> None:
         arguments: list[Argument] = []
@@ -153,20 +162,15 @@ class Arguments:
         cls.arguments = tuple(arguments)
         cls.positional = len(arguments) if cls.positional < 0 else cls.positional
         cls.index = {argument.name: index for index, argument in enumerate(arguments)}
-        cls.keywords = tuple(cls.index)[cls.positional :]
         cls.defaults = [argument.default for argument in arguments]
-        cls.names = frozenset(name for name, *_ in cls.fields)
-        cls.usual = {}
-        for name, group, place in cls.fields:
-            if group is None and cls.defaults[place] is not REQUIRED:
-                cls.usual[name] = cls.defaults[place]
-            elif group is not None and len(group._field_defaults) == len(group._fields):
-                cls.usual[name] = group()
+        cls.keywords = tuple(zip(tuple(cls.index)[cls.positional :], cls.defaults[cls.positional :]))
+        cls.usual = [(name, group is not None, cls.defaults[place]) for name, group, place in cls.fields]
         types = [argument.type for argument in arguments]
         cls.tensor_places = [index for index, kind in enumerate(types) if kind in ("Tensor", "Tensor?")]
-        cls.lists = [index for index, kind in enumerate(types) if kind.endswith("]")]
-        cls.tensor_lists = [index for index in cls.lists if types[index] == "Tensor[]"]
+        cls.lists = [index for index, kind in enumerate(types) if kind.rstrip("?").endswith("]")]
+        cls.tensor_lists = [index for index in cls.lists if types[index].startswith("Tensor[]")]
         cls.fills = tuple(result.at_ignored for result in cls.results)
+        cls.made_at = [place for place, result in enumerate(cls.results) if result.operand]
         cls.made = cls.__dict__.get("made") or tuple(result.operand for result in cls.results if result.operand)
 
     @classmethod
@@ -186,14 +190,6 @@ class Arguments:
         return f"({', '.join(f'Tensor {result.name}' for result in cls.results)})"
 
     @classmethod
-    def values_of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """All values of a call, from arguments that fit the schema."""
-        values = [*args, *cls.defaults[len(args) :]]
-        for name, value in kwargs.items():
-            values[cls.index[name]] = value
-        return values
-
-    @classmethod
     def of(cls: type[Self], values: Sequence[Any]) -> Self:
         call = cls.__new__(cls)
         fields, make = call.__dict__, tuple.__new__
@@ -203,27 +199,31 @@ class Arguments:
 
     @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        return cls.of(cls.values_of(args, kwargs))
+        """From arguments that fit the schema."""
+        values = [*args, *cls.defaults[len(args) :]]
+        for name, value in kwargs.items():
+            values[cls.index[name]] = value
+        return cls.of(values)
 
     @classmethod
-    def like(cls: type[Self], call: Any, **own: Any) -> Self:
-        """A call of this operator with the fields `own`. Other fields are copied from `call`, which may be a call of
-        another operator, or a TokenLosses.
+    def like(cls, call: Any, **own: Any) -> list[Any]:
+        """The values of a call of this operator with the fields `own`. Other fields are copied from `call`, which may
+        be a call of another operator, or a TokenLosses.
         """
-        made, known = cls.__new__(cls), vars(call) | own
-        made.__dict__.update(cls.usual)
-        made.__dict__.update({name: known[name] for name in cls.names & known.keys()})
-        return made
+        values: list[Any] = []
+        known = vars(call) | own
+        for name, is_group, default in cls.usual:
+            if is_group:
+                values += known[name] if name in known else default
+            else:
+                values.append(known.get(name, default))
+        return values
 
     @property
     def num_classes(self) -> int:
         """V, of all ranks."""
         operands, whole = vars(self)["operands"], vars(self).get("vocab_size")
         return operands.num_classes if whole is None else whole
-
-    def dispatched(self) -> Any:
-        """What its operator returns."""
-        return self.run(getattr(ops, self.op), self.values())
 
     def changed(self: Self, change: Callable[[str, Any], Any]) -> Self:
         """A copy of the call in which change(name, value) replaces each value."""
@@ -241,16 +241,15 @@ class Arguments:
         return values
 
     @classmethod
-    def named_of(cls, values: Sequence[Any]) -> dict[str, Any]:
-        """The keyword arguments without defaults, which the dispatcher fills in faster than it takes them."""
-        count = cls.positional
-        named = zip(cls.keywords, values[count:], cls.defaults[count:])
-        return {name: value for name, value, default in named if value is not default}
-
-    @classmethod
-    def run(cls, op: Callable, values: Sequence[Any]) -> Any:
-        """Calls `op` with these values."""
-        return op(*values[: cls.positional], **cls.named_of(values))
+    def dispatched(cls, values: Sequence[Any]) -> Any:
+        """What its operator returns. Leaves out keywords at their defaults: the dispatcher fills those in faster than
+        it takes them.
+        """
+        named = {}
+        for (name, default), value in zip(cls.keywords, values[cls.positional :]):
+            if value is not default:
+                named[name] = value
+        return cls.operator(*values[: cls.positional], **named)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -47,7 +47,12 @@ def is_pruned(tensor: Tensor) -> bool:
 def check_dense(op: str, **tensors: Tensor | None) -> None:
     """Checks that tensors are dense, before anything else is read from them."""
     for name, tensor in tensors.items():
-        if tensor is None or is_dense(tensor):
+        usual = tensor is None or (
+            type(tensor) in DENSE_TYPES
+            and tensor.layout == torch.strided
+            and not (tensor.is_nested or tensor.is_quantized)
+        )
+        if usual or is_dense(tensor):
             continue
         if tensor.is_nested:
             raise TypeError(

@@ -50,10 +50,10 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
             # grad_linear_bias has this shape even without a linear_bias
             like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
             dtype = like.dtype
-        if asked is not None and not asked(call):
+        if asked is not None and not (call.output_mask[asked] if isinstance(asked, int) else asked(call)):
             size = 0
         elif shape is not None:
-            size = shape(call)
+            size = shape(call) if shape else ()
         found.append(like.new_empty(size, dtype=dtype or accumulate))
     return tuple(found)
 
@@ -62,8 +62,6 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
 def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # place, name, axes, most dimensions
     """The tensors of an operator that are checked. Its operands come first, so that others are compared with them."""
     names = [name for name, place in arguments.index.items() if name in AXES and place in arguments.tensor_places]
-    if "group" in arguments.index and "weight" in names:
-        names.remove("weight")  # the class weights of all ranks
     names.sort(key=lambda name: not arguments.arguments[arguments.index[name]].path.startswith("operands."))
     more = BY_CLASS if "input" in names else ()
     return [(arguments.index[name], name, AXES[name], len(AXES[name]) + (name in more)) for name in names]
@@ -74,7 +72,7 @@ def check_shapes(call: Any) -> None:
     sizes = {"2": 2}
     for place, name, axes, most in checked(call.__class__):
         tensor = values[place]
-        if tensor is None:
+        if tensor is None or (name == "weight" and vars(call).get("group") is not None):  # of all ranks
             continue
         shape = tensor.shape
         fits = len(axes) <= len(shape) <= most
@@ -85,7 +83,7 @@ def check_shapes(call: Any) -> None:
             raise ValueError(f"{call.op}: expected {name} of shape ({', '.join(axes)}), {known}, got {tuple(shape)}")
         if tensor.device != device:
             raise ValueError(f"{call.op}: expected {name} on {device}, got {tensor.device}")
-    for place, tensor in enumerate(vars(call).get("tensors", ())):
+    for place, tensor in enumerate(vars(call).get("tensors") or ()):
         if tensor.device != device or (tensor.dim() and tensor.shape[0] != sizes["N"]):
             raise ValueError(
                 f"{call.op}: expected tensors[{place}] on {device} with {sizes['N']} rows or as a 0-d tensor, got "

@@ -30,31 +30,30 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
     )
 
 
-def autocast_call(call: Any) -> None:
+def cast_operands(call: Any, device_type: str) -> None:
     """Casts the operands of an entry operator's call in place."""
-    device_type = getattr(call, call.fields[0][0]).device.type
-    operands = {name: getattr(call, name) for name in call.index if name in OPERANDS}
+    operands = {name: value for name, value in vars(call).items() if name in OPERANDS}
     vars(call).update(zip(operands, autocast_operands(device_type, *operands.values())))
 
 
-def autocast_kernel(op: Any, arguments: type[Arguments], device_type: str) -> Callable:
+def autocast_kernel(arguments: type[Arguments], device_type: str) -> Callable:
     """An autocast kernel: casts the operands, and switches autocast off for the products inside.
 
     Backward operators and operators of given logits cast nothing: backward gets the operands that forward used, and
     given logits keep the caller's dtype.
     """
     casts = [index for name, index in arguments.index.items() if name in OPERANDS]
-    if "_backward" in op.name():
+    if "_backward" in arguments.op:
         casts = []
 
     def run(*args, **kwargs):
-        values = arguments.values_of(args, kwargs)
+        values = arguments.bind(*args, **kwargs).values()
         for index, operand in zip(casts, autocast_operands(device_type, *(values[index] for index in casts))):
             values[index] = operand
         on = torch.is_autocast_enabled(device_type)  # an operator may be called on this key with autocast off
         torch.set_autocast_enabled(device_type, False)  # torch.autocast would take 10 us
         try:
-            return arguments.run(op, values)
+            return arguments.dispatched(values)
         finally:
             torch.set_autocast_enabled(device_type, on)
 

@@ -33,14 +33,16 @@ class ForwardFunction(OperatorFunction):
             values[retain] = saved_rows(Forward.of(values))
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
+    def for_backward(cls, ctx, values, results):
         _, pair, _, expected_log_prob, *_, retained = results
+        buffer = Forward.index["main_grad"]
         # Not saved by autograd, which would refuse the buffer if another micro-batch's backward has added to it since.
-        ctx.main_grad, call.main_grad = call.main_grad, None
-        return pair, expected_log_prob, *([retained] if saves_logits(call.retain) else [])
+        ctx.main_grad, values[buffer] = values[buffer], None
+        return pair, expected_log_prob, *([retained] if saves_logits(values[Forward.index["retain"]]) else [])
 
     @classmethod
-    def gradients(cls, ctx, call, saved, *cotangents):
+    def gradients(cls, ctx, values, saved, *cotangents):
+        call = Forward.of(values)
         pair, expected_log_prob, *retained = saved
         grad_target_logit, grad_pair, grad_logit_sum, grad_expected_log_prob = cotangents[:4]
         if call.sparse.gradient_threshold and grad_expected_log_prob is not None:
@@ -58,7 +60,7 @@ class ForwardFunction(OperatorFunction):
             mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
             if mask[1]:
                 backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
-        gradients = backward.like(
+        values = backward.like(
             call,
             cotangents=Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum),
             lse_pair=pair,
@@ -68,7 +70,8 @@ class ForwardFunction(OperatorFunction):
             expected_log_prob=expected_log_prob,
             retained=retained[0] if retained else None,
             **into,
-        ).dispatched()
+        )
+        gradients = backward.dispatched(values)
         if into:
             mask[1] = False
         return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
@@ -98,12 +101,13 @@ class BackwardFunction(OperatorFunction):
     with_derivative = ("grad_input", "grad_linear_weight", "grad_linear_bias", "grad_logit_scale")
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
-        call.retained = None
+    def for_backward(cls, ctx, values, results):
+        values[Backward.index["retained"]] = None
         return ()
 
     @classmethod
-    def gradients(cls, ctx, call, saved, *grad_grads):
+    def gradients(cls, ctx, values, saved, *grad_grads):
+        call = Backward.of(values)
         if call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
         return second_derivatives(call, grad_grads)
@@ -115,7 +119,7 @@ class BackwardInPlaceFunction(OperatorFunction):
     arguments = BackwardInPlace
 
     @classmethod
-    def check(cls, op, values):
+    def check(cls, values):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
             refuse_hole(cls.called(), "second of main_grad")

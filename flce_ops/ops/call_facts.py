@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import KlDivOperands, KlDivOptions, LogitOptions
+from ..math.options import KlDivOperands, KlDivOptions
 from ..math.shards import shard_rows
-from ..meta.arguments import Backward, WithGrad
-from ..objectives.cross_entropy import LossOptions
 from ..support import torch_private
 
 
@@ -51,14 +49,16 @@ def facts_of(call: Any) -> CallFacts:
     operands, groups = call.operands, vars(call)
     if isinstance(operands, KlDivOperands):
         return kl_div_facts(operands, call.options)
-    first = operands[0]
-    options = options_in_facts(groups.get("loss", LossOptions()), groups.get("logits", LogitOptions()))
-    options["topk"] = operands.target.dim() == 2
-    if isinstance(call, (WithGrad, Backward)):
-        options["sparse"] = any(call.sparse.products(call.output_mask))
-    if isinstance(call, Backward):
-        options["label_smoothing"] = call.cotangents.grad_logit_sum is not None
-    return CallFacts(first.device.type, first.dtype, first.numel() == 0, operands.num_classes == 1, **options)
+    first, sparse, softcap = operands[0], groups.get("sparse"), call.logits.softcap is not None
+    one_class = operands.num_classes == 1 and groups.get("group") is None  # all ranks must choose the same path
+    known: dict[str, Any] = {"softcap": softcap, "topk": operands.target.dim() == 2}
+    if "loss" in groups:
+        known["label_smoothing"] = call.loss.label_smoothing != 0.0
+    elif "cotangents" in groups:
+        known["label_smoothing"] = call.cotangents.grad_logit_sum is not None
+    if "output_mask" in groups and sparse is not None and sparse.gradient_threshold:
+        known["sparse"] = any(sparse.products(call.output_mask))
+    return CallFacts(first.device.type, first.dtype, first.numel() == 0, one_class, **known)
 
 
 def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
@@ -75,8 +75,21 @@ def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
 
 
 def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
-    """The facts of a scalar loss, before its operator is known. `known` holds further facts."""
-    return CallFacts(input.device.type, input.dtype, **around(input, *leaves), **known)
+    """The facts of a scalar loss, before its operator is known: the surroundings, and how gradients of `input` and
+    `leaves`, if wanted, will be requested. `known` holds further facts.
+    """
+    wanted = input.requires_grad
+    for leaf in leaves:
+        wanted |= leaf is not None and leaf.requires_grad
+    return CallFacts(
+        input.device.type,
+        input.dtype,
+        wants_gradient=wanted and torch.is_grad_enabled(),
+        functorch=torch_private.functorch_is_active(),
+        saved_tensor_hooks=torch_private.saved_tensor_hooks_are_active(),
+        checkpoint=torch_private.tracing_a_checkpointed_region(),
+        **known,
+    )
 
 
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
@@ -86,18 +99,7 @@ def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
     # if the gradient is retained, it would be retained on the tensor that overwrites the logits
     leaf = root.is_leaf or root.retains_grad or torch_private.comes_from_outside_a_traced_graph(root)
-    known = around(logits) | {"handed_over": handed_over, "leaf": leaf, "part": not (whole and as_stored)}
-    return CallFacts(logits.device.type, logits.dtype, **known)
-
-
-def around(*leaves: Tensor | None) -> dict[str, Any]:
-    """The surroundings of a loss: whether gradients of these tensors are wanted, and how they will be requested."""
-    return {
-        "wants_gradient": any(map(needs_gradient, leaves)),
-        "functorch": torch_private.functorch_is_active(),
-        "saved_tensor_hooks": torch_private.saved_tensor_hooks_are_active(),
-        "checkpoint": torch_private.tracing_a_checkpointed_region(),
-    }
+    return loss_facts(logits, handed_over=handed_over, leaf=leaf, part=not (whole and as_stored))
 
 
 def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
@@ -109,14 +111,15 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
     return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
 
 
-def options_in_facts(loss: LossOptions, logits: LogitOptions) -> dict[str, Any]:
-    return {"label_smoothing": loss.label_smoothing != 0.0, "softcap": logits.softcap is not None}
-
-
 def gradients_wanted(operands: Any) -> list[bool]:
     """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
-    of = (operands.input, operands.linear_weight, operands.linear_bias)
-    return [tensor is not None and tensor.requires_grad for tensor in of] if torch.is_grad_enabled() else [False] * 3
+    enabled, bias = torch.is_grad_enabled(), operands.linear_bias
+    of_bias = bias is not None and bias.requires_grad
+    return [
+        enabled and operands.input.requires_grad,
+        enabled and operands.linear_weight.requires_grad,
+        enabled and of_bias,
+    ]
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from ..support.holes import refuse_hole, running
 from ..support.torch_private import functorch_is_active, has_hooks, root_of
 from .autograd import of_lse
 from .function import OperatorFunction, save
-from .made_in_forward import MadeInForward, gradients_of_loss
+from .made_in_forward import MadeInForward
 from .second_order import second_derivatives
 
 # N tokens, V vocabulary
@@ -39,13 +39,14 @@ class ForwardFunction(OperatorFunction):
     with_derivative = ("target_logit", "lse_pair", "logit_sum")
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
+    def for_backward(cls, ctx, values, results):
         return (results[1],)
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_target_logit, grad_pair, grad_logit_sum, *_):
+    def gradients(cls, ctx, values, saved, grad_target_logit, grad_pair, grad_logit_sum, *_):
         cotangents = Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum)
-        return {"logits": LogitsBackward.like(call, cotangents=cotangents, lse_pair=saved[0]).dispatched()}
+        values = LogitsBackward.like(LogitsForward.of(values), cotangents=cotangents, lse_pair=saved[0])
+        return {"logits": LogitsBackward.dispatched(values)}
 
 
 class BackwardFunction(OperatorFunction):
@@ -54,8 +55,8 @@ class BackwardFunction(OperatorFunction):
     with_derivative = ("grad_logits",)
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_grad_logits):
-        return second_derivatives(call, [grad_grad_logits])
+    def gradients(cls, ctx, values, saved, grad_grad_logits):
+        return second_derivatives(LogitsBackward.of(values), [grad_grad_logits])
 
 
 class WithGradFunction(MadeInForward):
@@ -66,10 +67,9 @@ class WithGradFunction(MadeInForward):
     second_derivative = "second of given logits"
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
-        leaf = traced_leaf(call.operands.logits)
-        vars(call).update(vars(without_values(cls.arguments, leaf)))
-        return super().for_backward(ctx, call, results)
+    def for_backward(cls, ctx, values, results):
+        values[:] = [traced_leaf(values[0])] + [None] * (len(values) - 1)
+        return super().for_backward(ctx, values, results)
 
 
 class WithGradInPlaceFunction(WithGradFunction):
@@ -87,16 +87,11 @@ class WithGradInPlaceFunction(WithGradFunction):
         values.append(root_of(values[0]))
 
     @classmethod
-    def kernel(cls, op):
-        """The kernel without the root, which this Function adds to the results."""
-        run = super().kernel(op)
-
-        def without_root(*args, **kwargs):
-            if functorch_is_active():
-                refuse_hole("cross_entropy_with_grad_", "handed over in torch.func")
-            return run(*args, **kwargs)[:3]
-
-        return without_root
+    def run(cls, values):
+        """Leaves out the root, which this Function adds to the results."""
+        if functorch_is_active():
+            refuse_hole("cross_entropy_with_grad_", "handed over in torch.func")
+        return super().run(values)[:3]
 
     @classmethod
     def forward(cls, logits, target, *others):
@@ -111,9 +106,8 @@ class WithGradInPlaceFunction(WithGradFunction):
         ctx.function, ctx.handed_over, ctx.shape = running.function, None, inputs[0].shape
         leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
         ctx.mark_dirty(grad_logits)
-        ctx.differentiable = [True, False, False]
         ctx.mark_non_differentiable(losses, argmax)
-        save(ctx, without_values(cls.arguments, leaf), losses, grad_logits)
+        save(ctx, cls.arguments, [leaf] + [None] * (len(cls.arguments.index) - 1), losses, grad_logits)
 
     @classmethod
     def check_cotangents(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
@@ -131,14 +125,8 @@ class WithGradInPlaceFunction(WithGradFunction):
         return (grad_logits.new_zeros(()).expand(grad_logits.shape),)
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_loss, *_):
-        losses, made = saved  # `made` has the root's shape
-        return gradients_of_loss(cls, ctx, call, (losses, made.detach().view(ctx.shape)), grad_loss)
-
-
-def without_values(arguments: type[LogitsWithGrad], leaf: Tensor | None) -> LogitsWithGrad:
-    """A call without values, except the tensor that backward uses in place of the logits."""
-    return arguments.of([leaf] + [None] * (len(arguments.arguments) - 1))
+    def made(cls, ctx, saved):
+        return [saved[1].detach().view(ctx.shape)]  # from the root's shape
 
 
 def remember_handed_over(loss: Tensor, logits: Tensor) -> None:

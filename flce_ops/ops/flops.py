@@ -35,6 +35,6 @@ def formula(arguments: type[Arguments]) -> Callable[..., int]:
     return lambda *shapes, out_shape=None, **options: flops(arguments.bind(*shapes, **options))
 
 
-for _name, (_arguments, _) in OPERATORS.items():
+for _name, _function in OPERATORS.items():
     if _name.startswith("linear"):  # operators of given logits run no GEMM
-        register_flop_formula(getattr(ops, _name))(formula(_arguments))
+        register_flop_formula(getattr(ops, _name))(formula(_function.arguments))

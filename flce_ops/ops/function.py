@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._ops import ops
+from .._ops import add_op_namespace_prefix
 from ..math.options import KlDivOptions, LogitOptions, numbers_of
-from ..meta.call import Arguments
+from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
 from ..support.holes import refuse_hole, running
 from ..support.torch_private import (
-    apply_function,
     below_autograd,
     forward_mode_is_active,
     functorch_is_active,
     has_tangent,
+    plain_apply,
 )
 
 # groups of options that hold numbers and tensors whose gradient is refused
@@ -52,15 +52,23 @@ class OperatorFunction(Function):
     check_cotangents: ClassVar[Callable | None] = None
     # (ctx) -> the gradients of the arguments that `apply` takes beside the operator's
     gradients_beside: ClassVar[Callable | None] = None
+    check: ClassVar[Callable | None] = None  # (values): raises the operator's own errors
+    with_gradient: ClassVar[Callable | None] = None  # (values): changes them if a gradient may be requested
 
-    # indices of `with_derivative`, each with what says whether a call requests the result
-    derivatives: ClassVar[list[tuple[int, Callable | None]]]
+    derivatives: ClassVar[list[bool]]  # for each result, whether it is among `with_derivative`
+    always: ClassVar[bool]  # whether every call requests these
+    applied: ClassVar[Callable]  # `apply` without torch.func
+    constants: ClassVar[list[tuple[int, str]]]  # places and names of numbers whose gradient is refused
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "arguments"):
-            named, names = enumerate(cls.arguments.results), cls.with_derivative
-            cls.derivatives = [(index, result.asked) for index, result in named if result.name in names]
+            arguments, names = cls.arguments, cls.with_derivative
+            cls.derivatives = [result.name in names for result in arguments.results]
+            cls.always = all(result.asked is None for result in arguments.results if result.name in names)
             cls.backward = staticmethod(cls.backward_function())  # type: ignore[assignment]
+            cls.applied = plain_apply(cls)
+            refused = {*NUMBERS, *CONSTANTS} - {*cls.learns}
+            cls.constants = [(index, name) for name, index in arguments.index.items() if name in refused]
 
     @classmethod
     def called(cls) -> str:
@@ -68,28 +76,16 @@ class OperatorFunction(Function):
         return running.function or cls.function
 
     @classmethod
-    def check(cls, op: Any, values: list) -> None:
-        """Raises the operator's own errors."""
-
-    @classmethod
-    def with_gradient(cls, values: list) -> None:
-        """Changes the operator's arguments if a gradient may be requested."""
-
-    @classmethod
-    def differentiable(cls, call: Any) -> list[bool]:
-        """Which results have a derivative. Results that were not requested have none."""
-        found = [False] * len(cls.arguments.results)
-        for index, asked in cls.derivatives:
-            found[index] = asked is None or asked(call)
-        return found
-
-    @classmethod
-    def for_backward(cls, ctx, call: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the results that backward reads. Removes from `call`, which is saved, what backward does not read."""
+    def for_backward(cls, ctx, values: list[Any], results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the results that backward reads. Removes from `values`, which are saved, what backward does not
+        read.
+        """
         return ()
 
     @classmethod
-    def gradients(cls, ctx, call: Any, saved: Sequence[Tensor], *cotangents: Tensor | None) -> dict[str, Tensor | None]:
+    def gradients(
+        cls, ctx, values: list[Any], saved: Sequence[Tensor], *cotangents: Tensor | None
+    ) -> dict[str, Tensor | None]:
         """The gradients by argument name. `cotangents` belong to the results; they are None except for differentiable
         ones.
         """
@@ -99,17 +95,24 @@ class OperatorFunction(Function):
     def forward(cls, *values):
         # calls the operator again below autograd; if more torch.func transforms follow, they must see it, too
         with nullcontext() if functorch_is_active() else below_autograd():
-            return cls.arguments.run(getattr(ops, cls.arguments.op), values)
+            return cls.arguments.dispatched(values)
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
-        call, results = cls.arguments.of(inputs), (output,) if isinstance(output, Tensor) else output
+        results = (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
-        ctx.function = running.function
-        ctx.differentiable = cls.differentiable(call)
-        ctx.mark_non_differentiable(*[result for result, has in zip(results, ctx.differentiable) if not has])
-        saved = cls.for_backward(ctx, call, results)
-        save(ctx, call, *saved)
+        ctx.function, ctx.differentiable, values = running.function, cls.derivatives, list(inputs)
+        if not cls.always:
+            call = cls.arguments.of(inputs)
+            ctx.differentiable = [
+                has and requested(result, call) for has, result in zip(cls.derivatives, cls.arguments.results)
+            ]
+        constants = []
+        for result, has in zip(results, ctx.differentiable):
+            if not has:
+                constants.append(result)
+        ctx.mark_non_differentiable(*constants)
+        save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, results))
 
     @classmethod
     def backward_function(cls) -> Callable:
@@ -139,10 +142,10 @@ class OperatorFunction(Function):
             asked = asked or given[-1] is not None
         if not asked:
             return cls.arguments.gradients()
-        call, saved = restore(ctx, cls.arguments)
+        values, saved = restore(ctx, cls.arguments)
         outer, running.function = running.function, ctx.function
         try:
-            return cls.arguments.gradients(**cls.gradients(ctx, call, saved, *given))
+            return cls.arguments.gradients(**cls.gradients(ctx, values, saved, *given))
         finally:
             running.function = outer
 
@@ -161,62 +164,59 @@ class OperatorFunction(Function):
         return vmap_by_loop(cls, info.batch_size, in_dims, args)
 
     @classmethod
-    def kernel(cls, op: Any) -> Callable:
-        """The kernel of `op` on the autograd keys: this Function if a gradient can flow, otherwise the kernel below."""
-        arguments = cls.arguments
-        constants = {*NUMBERS, *CONSTANTS} - {*cls.learns}
-        numbers = [(index, name) for name, index in arguments.index.items() if name in constants]
-
-        def run(*args, **kwargs):
-            grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
-            if not (grad_enabled or functorch or forward_mode_is_active()):
-                with below_autograd():
-                    return op(*args, **kwargs)
-            values = arguments.values_of(args, kwargs)
-            tensors = [values[index] for index in arguments.tensor_places if values[index] is not None]
+    def run(cls, values: list[Any]) -> Any:
+        """What the operator's autograd keys run: this Function if a gradient can flow, otherwise the kernel below."""
+        arguments, forward_mode = cls.arguments, forward_mode_is_active()
+        grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
+        if grad_enabled or functorch or forward_mode:
+            tensors = []
+            for index in arguments.tensor_places:
+                tensors.append(values[index])
             for index in arguments.tensor_lists:
-                tensors += values[index]
-            if has_tangent(*tensors):
+                tensors += values[index] or ()
+            if forward_mode and has_tangent(*tensors):
                 cls.refuse_forward_mode()
-            cls.check(op, values)
-            for index, name in numbers:
-                if values[index] is not None and values[index].requires_grad and grad_enabled:
-                    refuse_hole(op.name(), "number", name=name)
+            if cls.check is not None:
+                cls.check(values)
+            for index, name in cls.constants:
+                if grad_enabled and values[index] is not None and values[index].requires_grad:
+                    refuse_hole(add_op_namespace_prefix(arguments.op), "number", name=name)
             if functorch:
                 return cls.apply(*values)
-            if grad_enabled:
-                for tensor in tensors:
-                    if tensor.requires_grad:
+            for tensor in tensors:
+                if grad_enabled and tensor is not None and tensor.requires_grad:
+                    if cls.with_gradient is not None:
                         cls.with_gradient(values)
-                        return apply_function(cls, *values)
-            with below_autograd():
-                return op(*args, **kwargs)
-
-        return run
+                    return cls.applied(*values)
+        with below_autograd():
+            return arguments.dispatched(values)
 
 
-def save(ctx, call: Arguments, *results: Tensor) -> None:
-    """Saves the values of a call, and the results that backward reads."""
-    ctx.constants, tensors = call.values(), []
-    for index in call.tensor_places:
-        tensors.append(ctx.constants[index])
-        ctx.constants[index] = None
-    for index in call.tensor_lists:
-        tensors += ctx.constants[index]
-        ctx.constants[index] = len(ctx.constants[index])
+def save(ctx, arguments: type[Arguments], values: list[Any], *results: Tensor) -> None:
+    """Saves the values of a call, which this changes, and the results that backward reads."""
+    tensors = []
+    for index in arguments.tensor_places:
+        tensors.append(values[index])
+        values[index] = None
+    for index in arguments.tensor_lists:
+        tensors += values[index] or ()
+        values[index] = values[index] and len(values[index])
+    ctx.constants = values
     ctx.save_for_backward(*tensors, *results)
 
 
-def restore(ctx, arguments: type[Arguments]) -> tuple[Arguments, tuple[Tensor, ...]]:
+def restore(ctx, arguments: type[Arguments]) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """The values of the call, and the saved results."""
     values, saved = list(ctx.constants), saved_tensors(ctx)
     for index, tensor in zip(arguments.tensor_places, saved):
         values[index] = tensor
     after = len(arguments.tensor_places)
     for index in arguments.tensor_lists:
         count = values[index]
-        values[index] = list(saved[after : after + count])
-        after += count
-    return arguments.of(values), saved[after:]
+        if count:
+            values[index] = list(saved[after : after + count])
+            after += count
+    return values, saved[after:]
 
 
 def saved_tensors(ctx) -> tuple[Tensor, ...]:

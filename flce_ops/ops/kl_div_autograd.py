@@ -23,7 +23,7 @@ class KlDivFunction(OperatorFunction):
     reverse_modes = "grad, jacrev"
 
     @classmethod
-    def check(cls, op, values):
+    def check(cls, values):
         check_constants(cls.arguments.op, "teacher", **{name: values[cls.arguments.index[name]] for name in TEACHER})
 
 
@@ -32,17 +32,19 @@ class ForwardFunction(KlDivFunction):
     with_derivative = ("divergence",)
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
-        return results[not DIVERGENCES[call.options.kind].shifted :]
+    def for_backward(cls, ctx, values, results):
+        return results[not DIVERGENCES[values[KlDivForward.index["kind"]]].shifted :]
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_divergence, *_):
+    def gradients(cls, ctx, values, saved, grad_divergence, *_):
         *mask, scale_gradient = wanted(ctx, KlDivForward, *KlDivBackward.made)
         *divergence, pair, teacher_pair, student_kl = saved
         rows = {"lse_pair": pair, "teacher_lse_pair": teacher_pair, "student_kl": student_kl}
         rows["divergence"] = divergence[0] if divergence else None
         asked = {"output_mask": mask, "scale_gradient": scale_gradient}
-        gradients = KlDivBackward.like(call, grad=grad_divergence, **rows, **asked).dispatched()
+        gradients = KlDivBackward.dispatched(
+            KlDivBackward.like(KlDivForward.of(values), grad=grad_divergence, **rows, **asked)
+        )
         return where_wanted(gradients, [*mask, scale_gradient], KlDivBackward.made)
 
 
@@ -56,12 +58,11 @@ class WithGradFunction(KlDivFunction, MadeInForward):
     second_derivative = "second of a divergence"
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
+    def for_backward(cls, ctx, values, results):
         """Drops the arguments that only forward reads, so that they are not kept until backward. Drops input, too, if
         `leaf` can be a parameter (made_in_forward.py).
         """
-        call.operands = call.operands._replace(**dict.fromkeys(TEACHER), valid=None)
-        call.row_scale = None
-        if any(call.output_mask[1:]):
-            call.operands = call.operands._replace(input=None)
-        return super().for_backward(ctx, call, results)
+        index = KlDivWithGrad.index
+        for name in (*TEACHER, "valid", "row_scale", *(["input"] if any(values[index["output_mask"]][1:]) else [])):
+            values[index[name]] = None
+        return super().for_backward(ctx, values, results)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..support.holes import refuse_hole
+from ..support.holes import refuse_hole, running
 from ..support.torch_private import graph_is_kept_after_this_backward, is_batched, written_over_where_donated
 from ..support.versions import has_triton, made_by_nvidia
-from .function import OperatorFunction, wanted, where_wanted
+from .function import OPERANDS, OperatorFunction, restore
 
 # N tokens
 
@@ -26,30 +26,24 @@ from .function import OperatorFunction, wanted, where_wanted
 MULTIPLY = "linear_cross_entropy_upstream"
 
 
-def multiply_by_grad_output(
-    made: Sequence[Tensor], output_mask: Sequence[bool], factor: Tensor, leaf: Tensor
-) -> list[Tensor | None]:
-    """Returns made * factor for each gradient in `made`, or None if it is not wanted. Multiplies in place if nobody
-    else can read the gradients.
-    """
-    grads = [grad if want else None for grad, want in zip(made, output_mask)]
-    here = [grad for grad in grads if grad is not None]
+def multiplied(made: list[Tensor], factor: Tensor, leaf: Tensor) -> list[Tensor]:
+    """Each gradient in `made` times `factor`. Multiplies in place if nobody else can read the gradients."""
+    plain = type(factor) is Tensor
+    for grad in made:
+        plain &= type(grad) is Tensor
     if is_batched(factor):  # is_grads_batched=True: a batch of factors
-        products = multiply(here, factor)
-    elif any(type(tensor) is not Tensor for tensor in (factor, *here)):
+        return multiply(made, factor)
+    if not plain:
         # A tensor subclass (functional, fake) means that the call is traced. AOTAutograd refuses a second derivative
         # only if the backward graph reads a tensor that requires a gradient. Gradients made in forward require none,
         # and would silently be treated as constants.
         op, in_place = (getattr(ops, name).default for name in (MULTIPLY, f"{MULTIPLY}_"))
         written_over_where_donated(op, in_place)
-        products = op(here, factor, leaf)
-    elif graph_is_kept_after_this_backward():
-        products = multiply(here, factor)
-    else:
-        multiply_in_place(here, factor)
-        products = here
-    found = iter(products)
-    return [None if grad is None else next(found) for grad in grads]
+        return op(made, factor, leaf)
+    if graph_is_kept_after_this_backward():
+        return multiply(made, factor)
+    multiply_in_place(made, factor)
+    return made
 
 
 def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None) -> list[Tensor]:
@@ -71,51 +65,59 @@ def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
             grad.mul_(factor)
 
 
-def gradients_of_loss(
-    function: type["MadeInForward"],
-    ctx,
-    call: Any,
-    saved: Sequence[Tensor],  # the losses, and the gradients that forward made
-    grad_loss: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """The gradients, multiplied by grad_loss, by the names of the operator's arguments."""
-    made = function.arguments.made
-    *needs, needs_row_scale = wanted(ctx, function.arguments, *made, "row_scale")
-    assert grad_loss is not None
-    if torch.is_grad_enabled():  # true under create_graph
-        found, losses = function.made_again(call, grad_loss)
-    else:
-        losses, *gradients = saved
-        leaf = losses
-        for name, need in zip(made, needs):
-            # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in memory
-            # anyway, but a compiled graph would have to save input
-            if need:
-                leaf = getattr(call.operands, name, leaf)
-        of_forward = (*call.output_mask, vars(call).get("scale_gradient", False))
-        mask = [have and need for have, need in zip(of_forward, needs)]
-        found = multiply_by_grad_output(gradients, mask, grad_loss, leaf)
-    grad_row_scale = losses * grad_loss if needs_row_scale else None
-    return where_wanted(found, needs, made) | {"row_scale": grad_row_scale}
-
-
 class MadeInForward(OperatorFunction):
     """For an operator that returns loss, losses (N,), the gradients, and constants. Only the loss has a derivative."""
 
     with_derivative = ("loss",)
-
     second_derivative: ClassVar[str] = ""  # if there is no second derivative: the entry of HOLES with the reason
 
     @classmethod
-    def made_again(cls, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    def made_again(cls, ctx, call: Any, grad_loss: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """The gradients, multiplied by grad_loss, and the losses, as functions of the operands."""
         refuse_hole(cls.called(), cls.second_derivative)
 
     @classmethod
-    def for_backward(cls, ctx, call, results):
-        made = [result for result, kind in zip(results, cls.arguments.results) if kind.operand]
-        return results[1], *made
+    def for_backward(cls, ctx, values, results):
+        kept = [results[1]]
+        for place in cls.arguments.made_at:
+            kept.append(results[place])
+        return kept
 
     @classmethod
-    def gradients(cls, ctx, call, saved, grad_loss, *_):
-        return gradients_of_loss(cls, ctx, call, saved, grad_loss)
+    def made(cls, ctx, saved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The gradients among the saved results."""
+        return saved[1:]
+
+    @classmethod
+    def of_cotangents(cls, ctx, grad_loss, *_):
+        arguments, needs = cls.arguments, ctx.needs_input_grad  # read once, because each access makes a new tuple
+        index, found = arguments.index, [None] * len(arguments.index)
+        if grad_loss is None:
+            return tuple(found)
+        outer, running.function = running.function, ctx.function
+        try:
+            values, saved = restore(ctx, arguments)
+            losses, leaf, here, places = saved[0], saved[0], [], []
+            if torch.is_grad_enabled():  # true under create_graph
+                products, losses = cls.made_again(ctx, arguments.of(values), grad_loss)
+                places = [index[name] for name in arguments.made]
+            else:
+                mask = [*values[index["output_mask"]]] if "output_mask" in index else [True]
+                if "scale_gradient" in index:
+                    mask.append(values[index["scale_gradient"]])
+                for name, was_made, gradient in zip(arguments.made, mask, cls.made(ctx, saved)):
+                    place = index[name]
+                    if was_made and needs[place]:
+                        here.append(gradient)
+                        places.append(place)
+                        # takes the last operand that needs a gradient, rather a parameter than input: parameters stay
+                        # in memory anyway, but a compiled graph would have to save input
+                        leaf = values[place] if name in OPERANDS or name == "logits" else leaf
+                products = multiplied(here, grad_loss, leaf)
+            for place, product in zip(places, products):
+                found[place] = product if needs[place] else None
+            if "row_scale" in index and needs[index["row_scale"]]:
+                found[index["row_scale"]] = losses * grad_loss
+            return tuple(found)
+        finally:
+            running.function = outer

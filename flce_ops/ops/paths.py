@@ -13,11 +13,10 @@ Triton divides the tokens is in triton/steps/chunks.py.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from ..math.options import saved_columns
+from ..math.options import TokenLosses, saved_columns
 from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..meta.call import Arguments
 from ..support.path import Choice, Condition, PathRow, choose
@@ -143,11 +142,6 @@ KERNELS = {
     "linear_cross_entropy_with_grad": kernels(
         (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
     ),
-    "linear_cross_entropy_vocab_parallel_with_grad": kernels(
-        (NVIDIA, HALF, NOT_EMPTY, NOT_FLOAT16, RANK_ONE, UNSMOOTHED),  # only conditions that are the same on all ranks
-        ".steps.with_grad:launch_vocab_parallel_with_grad",
-        ".with_grad:vocab_parallel_with_grad",
-    ),
     "cross_entropy_forward": kernels(TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".rows:logits_forward"),
     "cross_entropy_backward": kernels(
         TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".rows:logits_backward"
@@ -159,9 +153,6 @@ KERNELS = {
         TRITON_OF_LOGITS,
         ".logits.cross_entropy:launch_with_grad_in_place",
         ".with_grad:logits_with_grad_in_place",
-    ),
-    "linear_token_loss_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16), ".steps.with_grad:launch_token_loss_with_grad", ".with_grad:token_loss_with_grad"
     ),
     "linear_kl_div_forward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_backward", ".kl_div:backward"),
@@ -195,10 +186,11 @@ def path_of_loss(title: str, facts: CallFacts) -> str:
     return choose(LOSS[title], facts).name
 
 
-def gradients_in_the_same_pass(operands: Any, title: str = "a scalar loss", **known) -> bool:
+def gradients_in_the_same_pass(problem: TokenLosses, title: str = "a scalar loss", **known) -> bool:
     """Whether a scalar loss makes its gradients during forward: 3 GEMM passes instead of 4."""
-    facts = loss_facts(operands.input, operands.linear_weight, operands.linear_bias, **known)
-    return path_of_loss(title, facts) != "recompute"
+    input, linear_weight, _, linear_bias, *_ = problem.operands
+    known["label_smoothing"], known["softcap"] = problem.loss.label_smoothing != 0.0, problem.logits.softcap is not None
+    return path_of_loss(title, loss_facts(input, linear_weight, linear_bias, **known)) != "recompute"
 
 
 def saved_rows(call: Forward) -> int:

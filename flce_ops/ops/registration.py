@@ -3,10 +3,9 @@
     flce::linear_cross_entropy_forward           (target_logit, lse, ...) per token
     flce::linear_cross_entropy_backward          gradients from the cotangents of these numbers
     flce::linear_cross_entropy_backward_         adds the gradient of linear_weight to a buffer
-    flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits
-    flce::linear_cross_entropy_vocab_parallel_with_grad   likewise, if ranks share the vocabulary
+    flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits; of
+                                                 functions of one token, and if ranks share the vocabulary, too
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
-    flce::linear_token_loss_with_grad            as linear_cross_entropy_with_grad, for functions of one token
     flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
     flce::cross_entropy_with_grad_               writes the gradient over the logits
     flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: made_in_forward.py
@@ -23,13 +22,13 @@ flce_ops/entry registers the entry operators.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import meta
 from .._ops import add_op_namespace_prefix, ops
-from ..meta.arguments import VocabParallelWithGrad
+from ..meta.arguments import Backward, Forward
 from ..meta.call import Arguments, takes
 from ..support.compile_cache import add_to_key
 from . import autograd, cross_entropy_autograd, kl_div_autograd, paths, with_grad_autograd
@@ -46,7 +45,6 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.BackwardFunction,
     autograd.BackwardInPlaceFunction,
     with_grad_autograd.WithGradFunction,
-    with_grad_autograd.TokenLossFunction,
     kl_div_autograd.ForwardFunction,
     kl_div_autograd.BackwardFunction,
     kl_div_autograd.WithGradFunction,
@@ -57,37 +55,26 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
 )
 
 
-class Operator(NamedTuple):
-    arguments: type[Arguments]
-    function: type[OperatorFunction] | None = None
+OPERATORS = {function.arguments.op: function for function in FUNCTIONS}
 
-
-OPERATORS = {function.arguments.op: Operator(function.arguments, function) for function in FUNCTIONS}
-# Its autograd Function is in flce_ops/distributed/vocab_parallel.py, because it needs the mesh.
-OPERATORS[VocabParallelWithGrad.op] = Operator(VocabParallelWithGrad)
-
-for _name, (_arguments, _) in OPERATORS.items():
-    library.define(f"{_name}{_arguments.schema()} -> {_arguments.results_schema()}", tags=torch.Tag.pt2_compliant_tag)
 library.define(f"{MULTIPLY}(Tensor[] made, Tensor factor, Tensor leaf) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
 library.define(f"{MULTIPLY}_(Tensor(a!)[] made, Tensor factor) -> ()", tags=torch.Tag.pt2_compliant_tag)
 
 
-def kernel(name: str) -> Callable:
+def kernel(arguments: type[Arguments]) -> Callable:
     """An operator's kernel: runs the path that the table chooses."""
-    arguments = OPERATORS[name].arguments
 
     def run(*args, **kwargs):
         call = arguments.bind(*args, **kwargs)
-        call.choice = choice = paths.choice_of(name, facts_of(call))
-        call.notes += saved_notes(choice, call)
+        call.choice = choice = paths.choice_of(arguments.op, facts_of(call))
+        if isinstance(call, Forward | Backward):
+            call.notes = saved_notes(choice, call)
         return paths.function(choice.path.kernel)(call)
 
     return run
 
 
-def fake_kernel(name: str) -> Callable:
-    arguments = OPERATORS[name].arguments
-
+def fake_kernel(arguments: type[Arguments]) -> Callable:
     @takes(arguments)
     def run(call: Any) -> meta.Outputs:
         add_to_key()
@@ -96,15 +83,20 @@ def fake_kernel(name: str) -> Callable:
     return run
 
 
-for _name, (_arguments, _function) in OPERATORS.items():
-    _op = getattr(ops, _name).default
-    library.impl(_name, kernel(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(add_op_namespace_prefix(_name), fake_kernel(_name), lib=library)
-    if _function is not None:
-        for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
-            library.impl(_name, _function.kernel(_op), _key)
+def autograd_kernel(function: type[OperatorFunction]) -> Callable:
+    return lambda *args, **kwargs: function.run(function.arguments.bind(*args, **kwargs).values())
+
+
+for _name, _function in OPERATORS.items():
+    _arguments = _function.arguments
+    library.define(f"{_name}{_arguments.schema()} -> {_arguments.results_schema()}", tags=torch.Tag.pt2_compliant_tag)
+    _arguments.operator, _arguments.applied = getattr(ops, _name).default, _function.run
+    library.impl(_name, kernel(_arguments), "CompositeExplicitAutograd")
+    torch.library.register_fake(add_op_namespace_prefix(_name), fake_kernel(_arguments), lib=library)
+    for _key in ("Autograd", "FuncTorchDynamicLayerFrontMode"):
+        library.impl(_name, autograd_kernel(_function), _key)
     for _device_type in ("cpu", "cuda"):
-        library.impl(_name, autocast_kernel(_op, _arguments, _device_type), f"Autocast{_device_type.upper()}")
+        library.impl(_name, autocast_kernel(_arguments, _device_type), f"Autocast{_device_type.upper()}")
 
 library.impl(MULTIPLY, multiply, "CompositeExplicitAutograd")
 library.impl(f"{MULTIPLY}_", multiply_in_place, "CompositeExplicitAutograd")

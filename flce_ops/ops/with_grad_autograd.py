@@ -7,7 +7,7 @@ import torch
 
 from ..math.options import Operands, tokens_that_count
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
-from ..meta.arguments import Backward, Forward, TokenLossWithGrad, WithGrad
+from ..meta.arguments import Backward, Forward, WithGrad
 from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
 from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
@@ -17,21 +17,37 @@ from .made_in_forward import MadeInForward
 # N tokens, D hidden, V vocabulary
 
 
-class LossOfHead(MadeInForward):
+class WithGradFunction(MadeInForward):
+    arguments = WithGrad
     learns = ("logit_scale",)
 
     @classmethod
-    def made_again(cls, call, grad_loss):
+    def check(cls, values):
+        name = values[WithGrad.index["function"]]
+        if name is not None:
+            for place, tensor in enumerate(values[WithGrad.index["tensors"]]):
+                check_constants(WithGrad.op, **{token_loss_named(name).name_of_tensor(place): tensor})
+
+    @classmethod
+    def for_backward(cls, ctx, values, results):
+        name = values[WithGrad.index["function"]]
+        # a function without a registered name lives as long as this
+        ctx.token_loss = None if name is None else token_loss_named(name)
+        return super().for_backward(ctx, values, results)
+
+    @classmethod
+    def made_again(cls, ctx, call, grad_loss):
         """Computed by the operators that have derivatives, not by torch.autograd.grad on the operands: the operands
         carry the graph that made them, and a path from one operand to another would be counted here and again by the
         caller.
         """
-        of_cross_entropy = isinstance(call, WithGrad)
+        of_cross_entropy = call.function is None
+        assert call.group is None, "distributed/vocab_parallel.py has this derivative"
         if of_cross_entropy and call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
         operands = Operands(*call.operands)
         smoothed = of_cross_entropy and call.loss.label_smoothing != 0.0
-        found = Forward.like(call, operands=operands, logit_sum=smoothed).dispatched()
+        found = Forward.dispatched(Forward.like(call, operands=operands, logit_sum=smoothed))
         rows, retained = Rows.of_forward(found), found[-1]
         valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse_pair.dtype
         if of_cross_entropy:
@@ -46,26 +62,5 @@ class LossOfHead(MadeInForward):
         scale = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)
         known = {"lse_pair": rows.lse_pair, "retained": retained if retained.shape[0] else None}
-        gradients = Backward.like(call, cotangents=cotangents, operands=operands, **known).dispatched()
+        gradients = Backward.dispatched(Backward.like(call, cotangents=cotangents, operands=operands, **known))
         return gradients, torch.where(valid, losses, 0.0)
-
-
-class WithGradFunction(LossOfHead):
-    arguments = WithGrad
-
-
-class TokenLossFunction(LossOfHead):
-    arguments = TokenLossWithGrad
-    function = "linear_token_loss"
-    reverse_modes = "grad, jacrev"
-
-    @classmethod
-    def check(cls, op, values):
-        function = token_loss_named(values[cls.arguments.index["function"]])
-        for place, tensor in enumerate(values[cls.arguments.index["tensors"]]):
-            check_constants(cls.arguments.op, **{function.name_of_tensor(place): tensor})
-
-    @classmethod
-    def for_backward(cls, ctx, call, results):
-        ctx.token_loss = token_loss_named(call.function)  # a function without a registered name lives as long as this
-        return super().for_backward(ctx, call, results)

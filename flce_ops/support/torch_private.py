@@ -48,14 +48,23 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
 
 
+# True while torch.profiler or emit_nvtx records the operators that run.
+profiler_is_on = torch._C._autograd._profiler_enabled
+
+
+PROBE = torch.empty(0)
+
+
 def forward_mode_is_active() -> bool:
-    """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent."""
-    return forward_ad._current_level >= 0
+    """True inside forward_ad.dual_level, and so inside torch.func.jvp. Elsewhere no tensor has a tangent, and
+    unpack_dual returns what it is given.
+    """
+    return forward_ad.unpack_dual(PROBE).primal is not PROBE
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether one of the tensors has a forward-mode tangent."""
-    if forward_ad._current_level < 0:
+    if not forward_mode_is_active():
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -75,13 +84,13 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
-def apply_function(function: type[torch.autograd.Function], *values: Any) -> Any:
-    """`function.apply(*values)` outside of torch.func, for values that are all parameters of `forward`.
+def plain_apply(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` outside of torch.func, for values that are all parameters of `forward`.
 
     Function.apply binds the values to forward's signature with `inspect`, which makes 80 Python calls for 14
     values.
     """
-    return super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def saved_tensor_hooks_are_active() -> bool:

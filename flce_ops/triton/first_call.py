@@ -122,7 +122,7 @@ def kind_of(call: Arguments) -> tuple[Hashable, ...]:
         if tensor is not None:
             values[index] = tensor.dtype, tensor.shape[first:]
     for index in call.lists:
-        values[index] = tuple((e.dtype, e.shape[1:]) if isinstance(e, Tensor) else e for e in values[index])
+        values[index] = tuple((e.dtype, e.shape[1:]) if isinstance(e, Tensor) else e for e in values[index] or ())
     for index in numbers:
         values[index] = bool(values[index])
     return call.op, get_workspace(), *values

@@ -37,8 +37,8 @@ def inside(event, outer) -> bool:
 
 
 def named(events, name):
-    """The operator's range. In eager mode it contains a second range of the same name: the outer one is the call on the
-    autograd key, the inner one the call below autograd.
+    """The operator's range. In eager mode that of a backward operator contains a second one of the same name: the outer
+    one is the call on the autograd key, the inner one the call below autograd.
     """
     found = [event for event in events if event.name == name]
     outermost = [event for event in found if not any(inside(event, other) for other in found if other is not event)]

@@ -36,7 +36,7 @@ def test_functorch_is_active_only_inside_a_transform():
     assert seen == [False, True, True]
 
 
-def test_apply_function_is_apply():
+def test_plain_apply_is_apply():
     class Scaled(torch.autograd.Function):
         @staticmethod
         def forward(x, factor):
@@ -51,7 +51,7 @@ def test_apply_function_is_apply():
             return grad * ctx.factor, None
 
     x = torch.ones(2, requires_grad=True)
-    torch_private.apply_function(Scaled, x, 3.0).sum().backward()
+    torch_private.plain_apply(Scaled)(x, 3.0).sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
 
 
@@ -355,6 +355,12 @@ def test_autograd_and_vmap_work_inside_a_kernel_below_any_context():
             assert op(x).tolist() == [3.0, 12.0]
     with torch.inference_mode():
         assert op(torch.tensor([1.0, 2.0])).tolist() == [3.0, 12.0]
+
+
+def test_profiler_is_on_only_inside_a_profile():
+    assert not torch_private.profiler_is_on()
+    with torch.profiler.profile():
+        assert torch_private.profiler_is_on()
 
 
 def test_with_unwrapped_finds_the_tensors_of_all_transforms():

@@ -42,5 +42,5 @@ def install() -> None:
     autograd.saved_rows = saved_rows
     remember_what_is_patched()
     names = [f"{op}_{step}" for op in OPS for step in ("forward", "backward", "with_grad")]
-    for name in (*names, "linear_token_loss_with_grad", "linear_cross_entropy_backward_", "cross_entropy_with_grad_"):
+    for name in (*names, "linear_cross_entropy_backward_", "cross_entropy_with_grad_"):
         _library.impl(name, kernel(name), "CPU")

@@ -18,7 +18,6 @@ from flce_ops.aten.chunks import cut
 from flce_ops.math.statistics import log_probs_of_targets, lse_of_pair
 from flce_ops.triton import launch_forward, launch_with_grad
 from flce_ops.triton.steps.chunks import best_chunking
-from flce_ops.triton.steps.with_grad import launch_token_loss_with_grad
 
 CPU = torch.device("cpu")
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
@@ -106,14 +105,15 @@ def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, m
     tensors = (pool.input, pool.linear_weight, pool.target, None)
     target_logit, pair, *_, argmax, squares, mean_logit, _ = launch_forward(*tensors, **OF_ROWS)
     log_probs = log_probs_of_targets(pool.target >= 0, target_logit, pair)
+    of_policy = dict(zip(("function", "tensors"), function_of_policy(pool._asdict())))
     entropies = []
     for nbytes in (None, 1 << 16):
         with flce_ops.workspace(nbytes or 512 << 20):
             entropies.append(launch_with_grad(*tensors, None, None, **MASK, entropy=True, lse=True)[6:8])
             metrics = launch_with_grad(*tensors, None, None, **MASK, lse=True, **OF_ROWS)[5:]
             assert flce_ops.last_path().chunks == (2 if nbytes else 1)
-            policy = launch_token_loss_with_grad(*tensors, *function_of_policy(pool._asdict()), None, **MASK)
-        of_one_pass = (metrics[0], metrics[1], *metrics[3:5], policy[5])
+            policy = launch_with_grad(*tensors, None, None, **of_policy, **MASK)
+        of_one_pass = (metrics[0], metrics[1], *metrics[3:5], policy[10])
         for found, exact in zip(of_one_pass, (argmax, lse_of_pair(pair), squares, mean_logit, log_probs), strict=True):
             assert torch.equal(found, exact)
     best_chunking.cache_clear()

@@ -76,7 +76,7 @@ CALLS = {
     "smoothed": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), label_smoothing=0.1, **EVERY)),
     "soft targets": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **several_classes(), **EVERY)),
     "sparse": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **SPARSE, **EVERY)),
-    "policy": ("linear_token_loss_with_grad", head(row_scale=row_scale(), **OF_POLICY, **EVERY)),
+    "policy": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **OF_POLICY, **EVERY)),
     "divergence": ("linear_kl_div_with_grad", models(row_scale=row_scale(), kind="reverse", **EVERY)),
     "given logits": ("cross_entropy_with_grad", of_logits(row_scale=row_scale())),
 }

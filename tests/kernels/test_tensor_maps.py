@@ -14,7 +14,7 @@ from test_triton_interpreter import assert_close, double, logit_options, operand
 
 from flce_ops import aten
 from flce_ops.math.options import KlDivOperands
-from flce_ops.meta.arguments import Forward, KlDivForward, KlDivWithGrad, VocabParallelWithGrad
+from flce_ops.meta.arguments import Forward, KlDivForward, KlDivWithGrad, WithGrad
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
 from flce_ops.triton.gemm import logits_gemm, padded_features, tiles
@@ -90,7 +90,7 @@ def test_features_are_padded_for_maps_and_forwards_buffer_is_not(monkeypatch):
     assert seen == [(48, None)] and torch.equal(sums, x.sum(1))
 
 
-@pytest.mark.parametrize("operator", [VocabParallelWithGrad, KlDivForward, KlDivWithGrad])
+@pytest.mark.parametrize("operator", [WithGrad, KlDivForward, KlDivWithGrad])
 def test_ranks_with_shards_of_different_sizes_keep_the_same_workspace(operator, monkeypatch):
     """Otherwise they would have different chunks, of each of which they exchange numbers, and wait for ever."""
     monkeypatch.setattr(padded_features, "on_tma_device", lambda tensor: True)
@@ -104,7 +104,7 @@ def test_ranks_with_shards_of_different_sizes_keep_the_same_workspace(operator, 
     sharing = {"group": "two ranks", "ranks": 2, "vocab_size": 99}
     for classes in (64, 35):
         x, w, target, *_ = operands((5, 37, classes), torch.float16, {})
-        if operator is VocabParallelWithGrad:
+        if operator is WithGrad:
             launch(operator.bind(x, w, target, None, None, None, **sharing, vocab_start=0, output_mask=[True] * 3))
             continue
         teacher = KlDivOperands(x, w, None, torch.randn(5, 16), torch.randn(classes, 16), None, None, None)

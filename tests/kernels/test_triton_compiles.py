@@ -72,14 +72,15 @@ def loss(target=target, class_weight=None, **options):
 
 def shard():
     of_rank = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": vocab}
-    with_grad.launch_vocab_parallel_with_grad(input, weight, target, None, None, per_token, **of_rank, **every)
+    with_grad.launch_with_grad(input, weight, target, None, None, per_token, **of_rank, **every)
 
 token_loss(lambda lp, a, *, lse: -a * lp * lse, name="of.lse")
 token_loss(lambda lp, q, kind, flag: -(q * lp).sum() * flag / (1 + kind), name="of.classes")
 kind, flag = torch.empty(tokens, dtype=torch.int32), torch.empty(tokens, dtype=torch.bool)
 
 def token(function, *tensors, target=target):
-    with_grad.launch_token_loss_with_grad(input, weight, target, None, function, list(tensors), None, **every)
+    named = {"function": function, "tensors": list(tensors)}
+    with_grad.launch_with_grad(input, weight, target, None, None, None, **named, **every)
 
 def rows(**options):
     options = {"expected_log_prob": True, **options}

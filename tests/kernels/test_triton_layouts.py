@@ -20,7 +20,6 @@ from test_triton_interpreter import double, operands
 import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
-from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
 ON_GPU = torch.cuda.is_available()  # the interpreter stands in if there is none
 GPU = [pytest.mark.gpu] if ON_GPU else []
@@ -145,7 +144,7 @@ def test_one_pass_over_a_shard_does_not_depend_on_the_layout(case, poisoned_memo
     args, changed = made((int(rows), 24, 67), matrices, "step")
     options = {"output_mask": MASKS[wanted]}
     shard = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 67}
-    found = launch_vocab_parallel_with_grad(*changed, **shard, **options)
+    found = launch_with_grad(*changed, **shard, **options)
     assert_matches(found[:5], aten.with_grad(*double(*args), **options)[:5], OUTPUTS)
 
 

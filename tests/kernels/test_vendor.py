@@ -14,7 +14,7 @@ from reference_loss import error, run, run_reference
 
 import flce_ops
 from flce_ops.ops.paths import choice_of, path_of_loss
-from flce_ops.ops.registration import kernel
+from flce_ops.ops.registration import OPERATORS, kernel
 
 
 @pytest.fixture
@@ -40,16 +40,12 @@ def rows(inputs):
 
 # the kernels that are registered for CUDA
 MASK = [True, True, False]
-SHARD = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 31}
 CALLS = {
     "forward": lambda kernel, inputs: kernel(*inputs.args),
     "backward": lambda kernel, inputs: kernel(
         rows(inputs), rows(inputs), None, *inputs.args, None, torch.zeros(13, 2), output_mask=MASK
     ),
     "with_grad": lambda kernel, inputs: kernel(*inputs.args, None, rows(inputs), output_mask=MASK),
-    "vocab_parallel_with_grad": lambda kernel, inputs: kernel(
-        *inputs.args, None, rows(inputs), **SHARD, output_mask=MASK
-    ),
 }
 
 
@@ -58,7 +54,7 @@ def test_no_kernel_for_half_operands_reaches_triton(op, torch_for_amd, monkeypat
     inputs = make_inputs((13, 11, 31), dtype=torch.bfloat16, requires_grad=False)
     monkeypatch.setitem(sys.modules, "flce_ops.triton", None)  # importing it raises an error
     monkeypatch.setitem(sys.modules, "flce_ops.triton.steps.with_grad", None)
-    CALLS[op](kernel(f"linear_cross_entropy_{op}"), inputs)
+    CALLS[op](kernel(OPERATORS[f"linear_cross_entropy_{op}"].arguments), inputs)
     path = flce_ops.last_path()
     assert path.op.endswith(op) and path.implementation == "aten", path
 

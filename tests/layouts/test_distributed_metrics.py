@@ -81,7 +81,7 @@ def test_metrics_of_a_sharded_vocabulary_take_no_pass_and_two_numbers_a_token(de
         loss, metrics = flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
         loss.backward()
     assert counter.get_total_flops() == 3 * 2 * 300 * D * 64 // size
-    assert flce_ops.last_path().op == "linear_cross_entropy_vocab_parallel_with_grad"
+    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
     with RecordCollectives() as recorded:
         flce_ops.linear_cross_entropy(*placed.args, return_metrics=True)
     assert recorded.calls == [("all_gather", FLOAT * 5 * 300)], recorded.calls

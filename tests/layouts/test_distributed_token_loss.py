@@ -62,7 +62,7 @@ def layouts(device):
                 head = [leaves.pop(name) for name in ("input", "linear_weight", "target")]
                 found = flce_ops.linear_token_loss(*head, function, tensor, 1.5, **leaves, **options)
                 if one_pass and "entropy" not in reads:
-                    assert flce_ops.last_path().op == "linear_token_loss_with_grad"
+                    assert flce_ops.last_path().op == "linear_cross_entropy_with_grad"
                 full(found.loss).backward()
                 leaves |= {"input": head[0], "linear_weight": head[1]}
                 assert error(full(found.loss), expected["loss"]) < 1e-12

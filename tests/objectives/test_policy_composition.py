@@ -73,5 +73,6 @@ def test_opcheck(device, options):
     opcheck(torch.ops.flce.linear_policy_loss.default, args, options | {"token_weight": leaves.get("token_weight")})
     function, tensors = function_of_policy(leaves, beta=0.1, kl_estimator="k1")
     row_scale = torch.rand(12, device=device) if options else None
-    args = [*args[:3], None, function, tensors, row_scale]
-    opcheck(torch.ops.flce.linear_token_loss_with_grad.default, args, {"output_mask": [True, True, False]})
+    args = [*args[:3], None, None, row_scale]
+    asked = {"output_mask": [True, True, False], "function": function, "tensors": tensors}
+    opcheck(torch.ops.flce.linear_cross_entropy_with_grad.default, args, asked)

@@ -36,7 +36,7 @@ def test_triton_is_no_worse_than_plain_torch_and_gives_the_same_bits_again(name,
     with flce_ops.workspace(workspace):
         first, *others = [run_policy(flce_ops.linear_policy_loss, call, **options) for _ in range(4)]
         path = flce_ops.last_path()
-    assert (path.op, path.implementation) == ("linear_token_loss_with_grad", "triton")
+    assert (path.op, path.implementation) == ("linear_cross_entropy_with_grad", "triton")
     assert (path.chunks > 1) == (workspace == SMALL)
     for key, found in first.items():
         unit = 0.5 * 2.0**-8 * (cancellation(call, **options) if key == "loss" else 1.0)

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import flce_ops
 from flce_ops.aten.valid_tokens import with_zeroed_rows
-from flce_ops.aten.with_grad import token_loss_with_grad
-from flce_ops.meta.arguments import TokenLossWithGrad
+from flce_ops.aten.with_grad import with_grad
+from flce_ops.meta.arguments import WithGrad
 from flce_ops.meta.outputs import outputs as outputs_of
 from flce_ops.objectives.token_function import token_loss_of
 
 RAGGED = (61, 33, 97)
-ONE_PASS, FORWARD = "linear_token_loss_with_grad", "linear_cross_entropy_forward"
+ONE_PASS, FORWARD = "linear_cross_entropy_with_grad", "linear_cross_entropy_forward"
 
 
 @functools.cache
@@ -167,10 +167,10 @@ def test_ignored_tokens_that_are_computed_as_zeros_see_harmless_numbers():
     call["target"][call["target"] == 0] = 1
     loss = token_loss_of(lambda lp, a: -torch.log1p(-lp.exp()) * a - a.log() * lp)
     operands = [call[name] for name in ("input", "linear_weight", "target", "linear_bias")]
-    inner = TokenLossWithGrad.bind(*operands, loss.name, [a], None, output_mask=[True, True, True])
+    inner = WithGrad.bind(*operands, None, None, function=loss.name, tensors=[a], output_mask=[True, True, True])
     outputs = outputs_of(inner)
-    with_zeroed_rows(token_loss_with_grad.of_call.__wrapped__, inner, outputs, TokenLossWithGrad.fills, ignored)
-    for found, expected in zip(outputs, token_loss_with_grad(inner), strict=True):
+    with_zeroed_rows(with_grad.of_call.__wrapped__, inner, outputs, WithGrad.fills, ignored)
+    for found, expected in zip(outputs, with_grad(inner), strict=True):
         assert found.isfinite().all() and error(found, expected) < 1e-12
 
 
@@ -292,9 +292,9 @@ def test_tensors_that_require_a_gradient_are_refused_by_name():
         with pytest.raises(NotImplementedError, match=r"advantage is a constant .*; pass advantage\.detach\(\)"):
             of(x.requires_grad_(), w, y, lambda lp, advantage: -lp * advantage, a)
         x = x.detach()
-    name, inner = token_loss_of(lambda lp, advantage: -lp * advantage), torch.ops.flce.linear_token_loss_with_grad
+    name, inner = token_loss_of(lambda lp, advantage: -lp * advantage), torch.ops.flce.linear_cross_entropy_with_grad
     with pytest.raises(NotImplementedError, match="advantage is a constant"):
-        inner(x, w, y, None, name.name, [a], None, output_mask=[True, True, False])
+        inner(x, w, y, None, None, None, function=name.name, tensors=[a], output_mask=[True, True, False])
 
 
 BAD = {

@@ -220,10 +220,11 @@ def test_opcheck(name, device):
     for options in ({}, {"reduction": "none", "token_weight": call["token_weight"]}):
         opcheck(torch.ops.flce.linear_token_loss.default, args, options)
     if "entropy" not in function.reads:
-        inner = [*operands, call["linear_bias"], function.name, tensors, torch.rand(RAGGED[0], device=device)]
+        inner = [*operands, call["linear_bias"], None, torch.rand(RAGGED[0], device=device)]
         if name == "weighted":  # opcheck's grad_output is the sign of the loss
             tensors[0].abs_().neg_()
-        opcheck(torch.ops.flce.linear_token_loss_with_grad.default, inner, {"output_mask": [True, True, False]})
+        asked = {"output_mask": [True, True, False], "function": function.name, "tensors": tensors}
+        opcheck(torch.ops.flce.linear_cross_entropy_with_grad.default, inner, asked)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

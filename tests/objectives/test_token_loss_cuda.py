@@ -86,7 +86,7 @@ def test_errors_are_those_of_log_probs(name, workspace, poisoned_memory):
         first, second = [run(flce_ops.linear_token_loss, call, function, *tensors) for _ in range(2)]
         path = flce_ops.last_path()
     entropy = "entropy" in function.reads
-    assert path.implementation == "triton" and (path.op == "linear_token_loss_with_grad") == (not entropy)
+    assert path.implementation == "triton" and (path.op == "linear_cross_entropy_with_grad") == (not entropy)
     assert entropy or (path.chunks > 1) == (workspace == SMALL)
     for key, truth in exact.items():
         assert error(first[key], truth) <= 1.25 * error(beside[key], truth) + 0.25 * 2.0**-8 * (key != "log_probs"), key

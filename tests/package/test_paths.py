@@ -111,8 +111,6 @@ def test_every_table_ends_in_a_path_without_conditions(paths):
         ("forward", CallFacts("cuda", torch.float16, label_smoothing=True, softcap=True), True),
         ("forward", CallFacts("cuda", torch.float32), False),
         ("backward", CallFacts("cuda", torch.float16), True),
-        ("vocab_parallel_with_grad", CallFacts("cuda", torch.bfloat16, label_smoothing=True), True),
-        ("vocab_parallel_with_grad", CallFacts("cuda", torch.bfloat16, label_smoothing=True, softcap=True), False),
     ],
 )
 def test_kernels_that_triton_takes(op, facts, triton):

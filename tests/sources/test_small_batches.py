@@ -57,7 +57,6 @@ def test_kernels_lose_nothing_that_plain_torch_keeps(tokens, factor, shard, pois
     """
     pytest.importorskip("triton")
     from flce_ops.triton import launch_with_grad
-    from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
 
     vocab = 9001
     args = make_rare_targets(tokens, 32, vocab, torch.float16, spread=0.25)
@@ -65,7 +64,7 @@ def test_kernels_lose_nothing_that_plain_torch_keeps(tokens, factor, shard, pois
     exact, plain = exact_and_plain(*args, row_scale)
     options = {"output_mask": [False, True, False]}
     if shard:
-        found = launch_vocab_parallel_with_grad(
+        found = launch_with_grad(
             *(*args, None, None, row_scale), group="", ranks=1, vocab_start=0, vocab_size=vocab, **options
         )
     else:
@@ -87,8 +86,8 @@ def test_bf16_weight_gradients_are_as_accurate_as_plain_torchs(tokens, reduction
     assert flce_ops.last_path().implementation == "triton"
     assert error(found, exact) <= 1.05 * error(plain, exact)
     few = {"group": "", "ranks": 1, "vocab_start": 0, "vocab_size": 128256, "output_mask": [True, True, False]}
-    from flce_ops.triton.steps.with_grad import launch_vocab_parallel_with_grad
+    from flce_ops.triton.steps.with_grad import launch_with_grad
 
     row_scale = torch.full((tokens,), factor, device="cuda")
-    shard = launch_vocab_parallel_with_grad(*args, None, None, row_scale, **few)
+    shard = launch_with_grad(*args, None, None, row_scale, **few)
     assert error(shard[3], exact) <= 1.05 * error(plain, exact)

@@ -79,7 +79,7 @@ def patch(
     """
     names = checked_names("patch", metrics, NAMES, "metrics")
     check_threshold("patch", gradient_threshold)
-    check_ranges("patch", label_smoothing=label_smoothing)
+    check_ranges("patch", ["label_smoothing"], [label_smoothing])
     check_loss_is_not_ligers(model_or_class)
     if isinstance(model_or_class, type):
         patch_class(model_or_class)

@@ -211,5 +211,5 @@ def contiguous(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
 def make_vectors_contiguous(call: Any) -> None:  # with Operands
     input, linear_weight, *vectors = call.operands
     call.operands = Operands(input, linear_weight, *contiguous(*vectors))
-    if "reduction" in call.names:
+    if "reduction" in vars(call):
         call.reduction = Reduction(*contiguous(*call.reduction))

@@ -7,16 +7,13 @@ If ranks share the vocabulary, they exchange numbers of rows between the GEMMs o
 more with label smoothing, two more with argmax. Chunks are as large as the workspace allows, so exchanges are few.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ... import meta
-from ...math.options import Operands, TokenStatistics
-from ...math.reduction import Reduction
+from ...math.options import TokenStatistics
 from ...math.shards import Exchange, shard_rows, statistics_of_shard
-from ...meta.arguments import TokenLossWithGrad, VocabParallelWithGrad, WithGrad
+from ...meta.arguments import WithGrad
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
 from ...objectives.row import RowObjective
@@ -41,16 +38,11 @@ from .one_pass_step import OnePassStep, StepTokens
 def launch_with_grad(call: WithGrad) -> meta.Outputs:
     outputs = meta.outputs(call)
     make_vectors_contiguous(call)
-    return launch_step(call, objective_of(call), outputs, call)
-
-
-@takes(TokenLossWithGrad)
-@with_padded_features
-def launch_token_loss_with_grad(call: TokenLossWithGrad) -> tuple[Tensor, ...]:
-    outputs = meta.outputs(call)
-    of_tokens = WithGrad.like(call, operands=Operands(*call.operands))
-    make_vectors_contiguous(of_tokens)
-    return launch_step(of_tokens, FunctionObjective(token_loss_named(call.function), call.tensors), outputs, call)
+    if call.group is not None:
+        return launch_shard(call, outputs)
+    if call.function is not None:
+        return launch_step(call, FunctionObjective(token_loss_named(call.function), tuple(call.tensors or ())), outputs)
+    return launch_step(call, objective_of(call), outputs)
 
 
 def objective_of(call: WithGrad) -> CrossEntropy:
@@ -65,14 +57,11 @@ def objective_of(call: WithGrad) -> CrossEntropy:
 def launch_step(
     call: WithGrad,
     objective: RowObjective,
-    outputs: tuple[Tensor, ...],  # loss, losses, the gradients, then statistics or log-probabilities
-    recorded: WithGrad | TokenLossWithGrad,  # the call that last_path() names
+    outputs: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """Runs the step and returns its outputs."""
-    loss, losses, *grads, of_scale = outputs
-    grads, by_token = [*grads[:3], of_scale], grads[3:]
-    log_probs = by_token[0] if len(by_token) == 1 else None
-    statistics = TokenStatistics() if log_probs is not None else TokenStatistics.found(call.statistics, by_token)
+    loss, losses, *results, log_probs, of_scale = outputs
+    grads, statistics = [*results[:3], of_scale], TokenStatistics.found(call.statistics, results[3:])
     input, linear_weight, target, _, _ = call.operands
     of_step, pairs = (input.shape[0], linear_weight, call.output_mask), sum_pairs(call.statistics)
     with torch.cuda.device_of(linear_weight):
@@ -81,16 +70,18 @@ def launch_step(
         if isinstance(objective, FunctionObjective):
             tensors = tuple(launch_in_order(t, valid_tokens) if t.dim() else t for t in objective.tokens)
             objective = objective._replace(tokens=tensors)
-        per_token = StepTokens(objective, call.reduction, losses, statistics, log_probs)
+        per_token = StepTokens(
+            objective, call.reduction, losses, statistics, None if call.function is None else log_probs
+        )
         chunking = best_chunking(problem_of(*of_step, sum_pairs=pairs, batch_invariant=call.batch_invariant))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
-    record_chunks(recorded, linear_weight, chunks, *sparse_notes(call))
+    record_chunks(call, linear_weight, chunks, *sparse_notes(call))
     return outputs
 
 
 def step_over_tokens(
-    call: Any,  # WithGrad; with a shard VocabParallelWithGrad
+    call: WithGrad,
     per_token: StepTokens,
     valid_tokens: ValidTokens,
     place: Tensor,  # (N,)
@@ -102,12 +93,12 @@ def step_over_tokens(
     gradients, chunks = wanted_gradients(grads, call), chunking.chunks
     objective, smoothing = per_token.objective, None
     if objective.d_sum is not None:
-        weight, start = call.operands.weight, getattr(call, "vocab_start", 0)
+        weight, start = call.operands.weight, call.vocab_start
         if weight is not None:  # of the classes that this rank holds
             weight = weight.float()[start : start + call.operands.linear_weight.shape[0]]
         slopes = valid_tokens, per_token.reduction, objective.d_sum, call.logits
         smoothing = SmoothingTerms(call.operands, weight, *slopes)
-    if isinstance(call, WithGrad) and is_sparse(call):
+    if is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
         OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing).run_chunks(chunks)
@@ -118,11 +109,9 @@ def step_over_tokens(
     return chunks
 
 
-@takes(VocabParallelWithGrad)
-def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs:
-    outputs = meta.outputs(call)
+def launch_shard(call: WithGrad, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Runs the step of a rank that shares the vocabulary with others."""
     loss, losses, *grads, columns = outputs[:6]
-    make_vectors_contiguous(call)
     input, linear_weight, target, _, weight = call.operands
     rows = shard_rows(call.vocab_size, call.ranks)
     with torch.cuda.device_of(input):
@@ -133,11 +122,10 @@ def launch_vocab_parallel_with_grad(call: VocabParallelWithGrad) -> meta.Outputs
         objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, torch.float32)
         own = statistics_of_shard(call.statistics, losses)
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
-        reduction = Reduction(call.row_scale.contiguous())
-        per_token = StepTokens(objective, reduction, losses, statistics, gather=exchange.gather)
+        per_token = StepTokens(objective, call.reduction, losses, statistics, gather=exchange.gather)
         of_step = input.shape[0], linear_weight, call.output_mask
         chunking = equal_chunking(problem_of(*of_step, sum_pairs=sum_pairs(call.statistics))._replace(vocab=rows))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
-        exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:])
+        exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:10])
     record_chunks(call, linear_weight, chunks)
     return outputs
