@@ -106,6 +106,22 @@ def test_forward_and_backward(kind, probs, dtype, poisoned_memory):
     assert_close(gradients, truth, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_sure_tokens_are_those_that_are_made_in_forward(kind, dtype, poisoned_memory):
+    """Both models are sure of one class, so p and q are often equal. At a kink that decides G: by 1/2 of a token."""
+    w, x, bias = torch.randn(40, 16).to(dtype), (8.0 * torch.randn(32, 16)).to(dtype), torch.zeros(40, dtype=dtype)
+    teacher = (x * (1.0 + 0.02 * torch.randn(32, 16))).to(dtype)
+    _, options = arguments(dtype, kind)
+    args, row_scale = (x, w, bias, teacher, w, None, None, torch.ones(32, dtype=torch.bool)), torch.rand(32)
+    rows = triton_kl_div.launch_kl_div_forward(*args, **options)
+    options["output_mask"] = [True, True, True]
+    once = triton_kl_div.launch_kl_div_with_grad(*args, row_scale, **options)[2:5]
+    twice = triton_kl_div.launch_kl_div_backward(row_scale, *args, *rows[1:], **options, **of_forward(kind, rows))[:3]
+    for one, other in zip(once, twice, strict=True):
+        assert (one - other).abs().max() <= (1e-6 if dtype == torch.float32 else 2e-3) * (1.0 + one.abs().max())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_of_either_model_shows_in_its_row_alone(kind, poisoned_memory):
     args, options = arguments(torch.float32, kind)

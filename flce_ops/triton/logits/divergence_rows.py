@@ -45,7 +45,7 @@ from ..kernel import Kernel
 from ..rows.logit_numbers import store_pair
 from ..rows.valid_tokens import ValidTokens, row_distance, row_vectors, valid_rows
 from .stored import StoredLogits, log_probabilities, stored_logits
-from .stored_tiles import Pair, launch_stored_tiles, row_pair
+from .stored_tiles import Pair, launch_stored_tiles, row_pair, vectors_of_pair
 
 # N tokens, n rows of a chunk, V vocabulary (of this rank), T tiles along it, s sums of a row
 
@@ -204,9 +204,9 @@ def finish_divergence_kernel(
     if results.student_kl is not None:
         tl.store(results.student_kl + token, tl.where(mask, row_number * LN2, 0.0), mask=inside)
     if results.lse_pair is not None:
-        store_pair(results.lse_pair, token, *row_pair(pair, i, token, mask, False), mask, inside)
+        store_pair(results.lse_pair, token, *vectors_of_pair(pair, i, mask), mask, inside)
     if results.teacher_lse_pair is not None:
-        store_pair(results.teacher_lse_pair, token, *row_pair(teacher_pair, i, token, mask, False), mask, inside)
+        store_pair(results.teacher_lse_pair, token, *vectors_of_pair(teacher_pair, i, mask), mask, inside)
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...objectives.in_triton import LN2
 from ...support.integers import cdiv
 from ..gemm.epilogues import Gradient, gradient_of_rows
 from ..gemm.tiles import interpreted, tiles_for
@@ -34,16 +35,29 @@ Pair = Tensor | tuple[Tensor | None, ...]  # row_pair says how
 def row_pair(pair, rows, token, row_mask, KNOWN: tl.constexpr):
     """The lse_pair of each row. `pair` has two vectors (n,), or one and None; with KNOWN it is a matrix (N, 2) of all
     tokens, in nats.
+
+    Forward takes its pair through nats as well, so that its logarithms have the bits of backward's: whether two of them
+    are equal decides K in forward, and d in backward (objectives/divergence.py).
     """
     if KNOWN:
         reference = tl.load(pair + 2 * token, mask=row_mask, other=0.0)
         return rescaled(reference, tl.load(pair + 2 * token + 1, mask=row_mask, other=0.0), LOG2E)
     else:
-        reference = tl.load(pair[0] + rows, mask=row_mask, other=0.0)
-        log_sum = tl.zeros_like(reference)
+        reference, log_sum = vectors_of_pair(pair, rows, row_mask)
         if pair[1] is not None:
-            log_sum = tl.load(pair[1] + rows, mask=row_mask, other=0.0)
+            reference, log_sum = rescaled(reference, log_sum, LN2)
+            reference, log_sum = rescaled(reference, log_sum, LOG2E)
         return reference, log_sum
+
+
+@triton.jit
+def vectors_of_pair(pair, rows, row_mask):
+    """The pair (n,), (n,) or None as it is in memory."""
+    reference = tl.load(pair[0] + rows, mask=row_mask, other=0.0)
+    log_sum = tl.zeros_like(reference)
+    if pair[1] is not None:
+        log_sum = tl.load(pair[1] + rows, mask=row_mask, other=0.0)
+    return reference, log_sum
 
 
 @Kernel
