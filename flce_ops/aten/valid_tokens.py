@@ -178,6 +178,8 @@ def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills
 
     body(call.changed(zeroed), results)
     for result, fill in zip(results, fills):
-        # rows of grad_input are already 0, as zeros times linear_weight; an lse_pair of a row of zeros needs no change
-        if fill is not None and result.dim() == 1 and len(result):
-            result.masked_fill_(ignored, fill)
+        # Rows of grad_input are already 0, as zeros times linear_weight. An lse_pair, (N, 2), becomes the user's lse;
+        # that of a divergence stays the one of its row of zeros, which backward reads.
+        pair = result.shape[1:] == (2,) and "target" in call.index
+        if fill is not None and len(result) and (result.dim() == 1 or pair):
+            result.masked_fill_(ignored[:, None] if pair else ignored, fill)

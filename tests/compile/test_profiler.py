@@ -75,5 +75,5 @@ def test_triton_kernels_belong_to_their_operator(reduction, compiled):
         kernels = [
             kernel.name for event in events if event.kernels and inside(event, operator) for kernel in event.kernels
         ]
-        made_by = "saved_gradient_kernel" if name.endswith("_backward") else "logits_gemm_kernel"
+        made_by = "stored_tiles_kernel" if name.endswith("_backward") else "logits_gemm_kernel"
         assert [kernel for kernel in kernels if made_by in kernel], kernels

@@ -50,6 +50,11 @@ def metrics(*args):
     return {"loss": value, **found._asdict()}
 
 
+def metrics_of_losses(*args):
+    found = flce_ops.linear_cross_entropy(*args, reduction="none", return_metrics=("lse", "entropy"))
+    return {"loss": found[0], **found[1]}
+
+
 def divergence(input, linear_weight, target, linear_bias, kind="jsd", reduction="sum"):
     teacher_weight = torch.linspace(-1.0, 1.0, V * D, dtype=input.dtype).reshape(V, D).sin()
     teacher = input.detach().flip(1), teacher_weight  # nan and inf in the teacher's rows, too
@@ -78,6 +83,7 @@ MODES = {
     "none": loss(reduction="none", **EVERY_TERM),
     "log-probs": log_probs,
     "metrics": metrics,
+    "metrics of losses": metrics_of_losses,
     **{f"divergence, {kind}": functools.partial(divergence, kind=kind) for kind in KINDS},
     "divergence, none": functools.partial(divergence, reduction="none"),
     "divergence of probabilities": divergence_of_probs,
