@@ -127,9 +127,12 @@ def divergences(
             logits.sub_(known[rows, 1:])
         number: Tensor | float = 1.0
         offset = None if of_forward is None else of_forward[rows]
-        if divergence is None and kind.of_student:
+        # Of a kind with a kink K depends on which entries are equal to the bit. Backward may divide its rows otherwise
+        # than forward, and BLAS then rounds logits otherwise, so these rows are summed again.
+        again = kind.kinked and alone
+        if divergence is None and kind.of_student and not again:
             number = student_kl[rows]
-        elif divergence is not None or weighed:
+        elif divergence is not None or weighed or again:
             lowest = None  # (n, 1), a shift of the row
             if kind.shifted:
                 least = finite_maximum(torch.minimum(log_q, log_p))

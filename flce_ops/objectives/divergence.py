@@ -102,6 +102,7 @@ class Divergence:
     of_given_p: ClassVar[bool] = False  # entry functions get p in place of log p
     # of_entry gets a shift in place of beta, and the last of the row's sums is not a sum but the shift
     shifted: ClassVar[bool] = False
+    kinked: ClassVar[bool] = False  # the gradient jumps where p = q
     sums: ClassVar[int] = 2
     matrices: ClassVar[int] = 3  # matrices of a chunk's size that exist at once in ATen, including log q and log p
     of_entry: ClassVar[EntryFunction]
@@ -185,7 +186,7 @@ class JensenShannon(Divergence):
 
 
 class TotalVariation(Divergence):
-    sums = 3
+    kinked, sums = True, 3
 
     @EntryFunction
     def of_entry(log_q, log_p, beta):
@@ -207,7 +208,7 @@ class TotalVariation(Divergence):
 class NegativeLogAcceptance(Divergence):
     """K is S. Two logarithms of -inf have no difference, and no part in the sums."""
 
-    shifted, sums, matrices = True, 4, 4
+    kinked, shifted, sums, matrices = True, True, 4, 4
 
     @EntryFunction
     def of_entry(log_q, log_p, shift):

@@ -335,6 +335,27 @@ def test_two_runs_agree_bit_for_bit(device, reduction, dtype):
         assert torch.equal(first[name], second[name]), name
 
 
+@pytest.mark.parametrize("tokens", [65, 67])
+def test_a_kink_of_sure_tokens_where_backward_divides_its_rows_otherwise(tokens):
+    """A learnt scale leaves backward smaller chunks, whose products a CPU's BLAS may round otherwise than forward's."""
+    torch.manual_seed(0)
+    w, x = torch.randn(500, 64), 4 * torch.randn(tokens, 64)
+    teacher, scale = x * (1 + 0.02 * torch.randn(tokens, 64)), torch.tensor(1.0, requires_grad=True)
+    bias = torch.zeros(500, requires_grad=True)
+    options = {"kind": "nla", "reduction": "none", "logit_scale": scale, "teacher_logit_scale": 1.0}
+    x = x.requires_grad_()
+    with flce_ops.workspace(443_072):
+        losses = flce_ops.linear_kl_div(x, w, teacher, w, linear_bias=bias, **options)
+        assert flce_ops.last_path().chunks == 1
+        (found,) = torch.autograd.grad(losses.sum(), bias)
+        assert flce_ops.last_path().chunks == 2
+    exact_bias = torch.zeros(500, dtype=torch.float64, requires_grad=True)
+    log_q = (x.detach().double() @ w.double().T + exact_bias).log_softmax(1)
+    log_p = (teacher.double() @ w.double().T).log_softmax(1)
+    (exact,) = torch.autograd.grad(-torch.minimum(log_q, log_p).logsumexp(1).sum(), exact_bias)
+    assert (found - exact).abs().max() < 1e-4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("probs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

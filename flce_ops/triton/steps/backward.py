@@ -123,7 +123,8 @@ def make_again(
         logits(*operands, factors, call.logits, valid_tokens, out=out)
         return
     # in the memory of G, if it has 16 bits: a program reads a tile before it writes one
-    numbers = out.view(torch.int16) if out.itemsize == 2 else torch.empty_like(out, dtype=torch.int16)
+    numbers = out.view(torch.int16) if out.itemsize == 2 else out.new_empty(n, padded(classes, 2), dtype=torch.int16)
+    numbers = numbers[:, :classes]
     own, tiles = at_target.reference_class, cdiv(classes, tiles_for(rows).block_n)
     stored = stored_logits(numbers, torch.empty(n, tiles, device=out.device))
     own = ReferenceClass(own.column[-n:], own.logit[-n:]) if call.expected_log_prob is not None else None
