@@ -74,10 +74,10 @@ def body_of(name: str) -> Callable:
         device_type = getattr(call, first).device.type
         autocast = has_autocast(device_type) and torch.is_autocast_enabled(device_type)
         outer, running.function = running.function, running.function or function
-        if autocast:
-            cast_operands(call, device_type)
-            torch.set_autocast_enabled(device_type, False)
         try:
+            if autocast:
+                cast_operands(call, device_type)
+                torch.set_autocast_enabled(device_type, False)
             found = body(call)
         finally:
             running.function = outer

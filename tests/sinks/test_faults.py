@@ -57,6 +57,11 @@ def soft_targets(inputs):
     return flce_ops.linear_cross_entropy(x, w, classes, b, target_weight=torch.full_like(classes, 0.5, dtype=x.dtype))
 
 
+def under_autocast(inputs):
+    with torch.autocast("cpu", torch.bfloat16):
+        return cross_entropy(inputs)
+
+
 CALLS = {
     "loss": cross_entropy,
     "losses": lambda inputs: cross_entropy(inputs, reduction="none").sum(),
@@ -67,8 +72,9 @@ CALLS = {
     "divergence": divergence,
     "soft targets": soft_targets,
     "given logits": given_logits,
+    "autocast": under_autocast,
 }
-QUICK = ("loss", "losses", "divergence", "given logits")  # one of each loop over rows
+QUICK = ("loss", "losses", "divergence", "given logits", "autocast")  # one of each loop over rows, and the casts
 OTHERS = [call for call in CALLS if call not in QUICK]
 
 
