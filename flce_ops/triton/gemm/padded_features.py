@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...math.options import KlDivOptions
-from ...math.shards import shard_rows
+from ...math.statistics import shard_rows
 from ...meta.arguments import Forward
 from ...support.workspace import get_workspace, reserved
 from ..rows.copy_rows import copied_rows

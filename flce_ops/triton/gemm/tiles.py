@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._ops import ops
-from ...support.versions import Chip, made_by_nvidia
+from ...support import Chip, made_by_nvidia
 from .tma import fits_tma
 
 # n rows, D hidden, V vocabulary, B blocks of classes

@@ -37,7 +37,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .sum_scales import (

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions, Operands
-from ...math.reduction import Reduction
+from ...math.weights_and_denominator import Reduction
 from ...objectives.in_triton import number
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
 from .after_chunks import scale_of_rows

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tma import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, padded_rows, valid_rows

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..kernel import Kernel
 
 BLOCK = tl.constexpr(4096)  # numbers that a program multiplies at a time

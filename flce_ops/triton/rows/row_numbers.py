@@ -25,7 +25,7 @@ from torch import Tensor
 from ...math.options import Statistics, TokenStatistics
 from ...objectives.in_triton import LN2, number
 from ...objectives.token_function import FunctionObjective, GivenLosses, LossesOfRows, Slopes
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tile_sums import sum_of_tiles
 from ..kernel import Kernel, launches
 from ..steps.exponentials import Asked, RowSums

@@ -8,7 +8,7 @@ bits.
 import triton
 import triton.language as tl
 
-from ...support.integers import next_power_of_2
+from ...support.sizes import next_power_of_2
 
 # K targets of a row
 

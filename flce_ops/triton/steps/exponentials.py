@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
 from ..gemm.tiles import tiles_for

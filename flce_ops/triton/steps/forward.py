@@ -7,7 +7,7 @@ import torch
 from ... import meta
 from ...meta.arguments import Forward
 from ...meta.call import takes
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.padded_features import with_padded_features

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.input_gradient import SUMMED, Finish
 from ..gemm.split_k import products_of_ranges
