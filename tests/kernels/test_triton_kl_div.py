@@ -143,9 +143,9 @@ def test_rows_after_the_valid_ones_have_a_gradient_of_0(kind, dtype, probs, monk
     """
     seen, multiply = [], gradients.GradientGemms.multiply
 
-    def look(gemms, gradient, chunk, valid_tokens, rows):
+    def look(gemms, gradient, chunk, valid_tokens, rows, numbers):
         seen.append(gradient.matrix[int(valid_tokens.total) :].clone())
-        multiply(gemms, gradient, chunk, valid_tokens, rows)
+        multiply(gemms, gradient, chunk, valid_tokens, rows, numbers)
 
     monkeypatch.setattr(gradients.GradientGemms, "multiply", look)
     args, options = arguments(dtype, kind, shape=(37, 35, 24, 48), probs=probs, ignored=0.5)

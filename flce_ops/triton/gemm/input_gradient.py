@@ -2,11 +2,10 @@
 
                 V                    D
         ┌───────────────┐        ┌───────┐
-      n │       E       │  @   V │   W   │     grad_input_i = c_i (E @ W)_i + residual_i W_(column_i)  (+ m_i wW)
+      n │       E       │  @   V │   W   │     grad_input_i = c_i (E @ W)_i + residual_i W_(column_i)
         └───────────────┘        └───────┘
 
-residual_i is what rounding took from the target's entry of E (finish_rows.py). m wW is what label smoothing adds
-(column_sums.py).
+residual_i is what rounding took from the target's entry of E (finish_rows.py).
 
 V may be split into S ranges, whose products wait in float32 memory until they are added (split_k.py). With S = 1, the
 GEMM's epilogue writes grad_input and needs no such memory.
@@ -37,13 +36,11 @@ class Finish(NamedTuple):
     row_factor: Tensor | None = None  # c_i; None for 1
     column: Tensor | None = None  # int64, the target's class, -1 for none; given together with `residual`
     residual: Tensor | None = None
-    outer_row: Tensor | None = None  # outer_row times outer_column is added, a matrix of rank 1
-    outer_column: Tensor | None = None  # (D,)
     sums: Tensor | None = None  # (n, D / SUMMED) out, input . grad_input over a tile's columns
     input: Matrix | None = None  # (N, D), given together with `sums`
 
     def of(self, rows: slice) -> "Finish":
-        of_rows = "row_factor", "column", "residual", "outer_row", "sums"
+        of_rows = "row_factor", "column", "residual", "sums"
         found = {name: getattr(self, name) for name in of_rows}
         return self._replace(**{name: vector[rows] for name, vector in found.items() if vector is not None})
 
@@ -68,9 +65,6 @@ def finished_tile(
         there = row_mask & (column >= 0)
         weight = load_tile(linear_weight, column, cols, there, col_mask)
         product += residual[:, None] * weight.to(tl.float32)
-    if finish.outer_row is not None:
-        outer = tl.load(finish.outer_row + rows, mask=row_mask, other=0.0)
-        product += outer[:, None] * tl.load(finish.outer_column + cols, mask=col_mask, other=0.0)[None, :]
     if finish.sums is not None:
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
         input = load_tile(finish.input, token, cols, row_mask, col_mask)

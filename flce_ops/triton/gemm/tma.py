@@ -1,6 +1,6 @@
 """How GEMMs read matrices: by tensor maps (TMA) if all of them allow it, else by pointers.
 
-Also the order of a GEMM's tiles, and rank-1 matrices that are added to a tile.
+Also the order of a GEMM's tiles.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-
-# Two vectors whose outer product is added. A first vector of None stands for ones; a second of None adds nothing.
-Outer = tuple[Tensor | None, Tensor | None]
-NO_OUTER: Outer = (None, None)
 
 
 class Matrix(NamedTuple):
@@ -67,15 +63,6 @@ def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
     first = (tile // group_tiles) * GROUP
     height = min(blocks - first, GROUP)
     return first + tile % height, (tile % group_tiles) // height
-
-
-@triton.jit
-def outer_product(outer, rows, cols, row_mask, col_mask):
-    """The outer product of two vectors; a first vector of None stands for ones."""
-    product = tl.load(outer[1] + cols, mask=col_mask, other=0.0)[None, :]
-    if outer[0] is not None:
-        product = product * tl.load(outer[0] + rows, mask=row_mask, other=0.0)[:, None]
-    return product
 
 
 def fits_tma(tensor: Tensor | None) -> bool:

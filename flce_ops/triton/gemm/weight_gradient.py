@@ -61,7 +61,7 @@ from .tiles import (
     step_at,
     weight_tiles_for,
 )
-from .tma import NO_OUTER, Outer, block_of_tile, kernel_matrices, load_tile, outer_product
+from .tma import block_of_tile, kernel_matrices, load_tile
 
 # n tokens of a chunk, D hidden, V vocabulary
 
@@ -76,7 +76,6 @@ def weight_gradient_kernel(
     result_ptr,  # (V, D) out, in the memory of the sum
     exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
     guard_ptr,  # () int32, nonzero if any row is marked
-    outer,  # Outer: (V,) and (D,) vectors whose outer product the first chunk adds
     valid_tokens,  # ValidTokens
     blocks,  # ClassBlocks
     n,
@@ -139,9 +138,6 @@ def weight_gradient_kernel(
                 b = load_tile(rows, ks, features, ks < count, features < D)
             acc = tl.dot(a.T, b, acc)
 
-        if FIRST:
-            if outer[1] is not None:
-                acc += outer_product(outer, classes, features, class_mask, features < D)
         if MEMORY_ADDS:
             acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room)
         elif not FIRST:
@@ -185,7 +181,6 @@ class WeightGradient:
     tokens: int  # of all chunks
     chunks: int  # the most chunks that the tokens take; 1 with `adds`
     adds: bool = False  # the gradient is added to what `out` holds
-    outer: Outer = NO_OUTER
     blocks: ClassBlocks = EVERY_BLOCK
 
     def __post_init__(self) -> None:
@@ -231,7 +226,6 @@ class WeightGradient:
             total.numbers,
             out,
             *total[1:],
-            self.outer if first else NO_OUTER,
             valid_tokens,
             self.blocks,
             n,

@@ -214,9 +214,9 @@ class KlDivStep:
 
     def run(self) -> list[slice]:
         """Returns the chunks."""
-        operands, by_ranges = self.operands, self.options.batch_invariant
-        gemms = GradientGemms(self.gradients, operands.input, operands.linear_weight, self.chunking, by_ranges)
-        return gemms.run(self.valid_tokens, self.run_chunk)
+        of_head, by_ranges = (self.operands.input, self.operands.linear_weight), self.options.batch_invariant
+        gemms = GradientGemms(self.gradients, *of_head, self.chunking.chunks, by_ranges)
+        return gemms.run(self.chunking, self.valid_tokens, self.run_chunk)
 
     def run_chunk(self, chunk: slice, valid_tokens: ValidTokens, tokens: Tensor) -> ChunkGradient | None:
         n = tokens.shape[0]

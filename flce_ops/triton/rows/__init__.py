@@ -9,7 +9,8 @@ finish_rows.py           after the logits GEMM: losses and row factors, by the f
 row_numbers.py           lse, entropy and other numbers of rows; those that a function of one token reads
 gradient_factors.py      in backward, where lse is known: the factors of G, and its entries at the targets
 target_rows.py           exact weight gradients of classes that are the target of few tokens
-column_sums.py           sums over tokens, the gradient of the bias among them; label smoothing's rank-1 terms
+column_sums.py           sums over tokens, the gradient of the bias among them
+smoothing.py             label smoothing's part of the logit gradient
 after_chunks.py          the scalar loss, and rows of grad_input at their tokens' places
 grad_output.py           multiplies gradients by the scalar that backward receives
 """

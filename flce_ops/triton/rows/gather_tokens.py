@@ -10,7 +10,7 @@ exponentials.
             input              rows              linear_weight
 
 With a softcap it also computes dz/du at that logit, since the target's entry of the gradient is made outside of the
-GEMM's epilogue. On request it computes the logit sum, which takes one more dot product of the row (column_sums.py).
+GEMM's epilogue.
 
 A soft target names K classes. A second kernel computes their logits from the gathered rows. The largest logit is the
 reference:
@@ -36,7 +36,6 @@ from ...support.sizes import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.tma import load_tile, matrix_of
 from ..kernel import Kernel
-from .column_sums import ClassSum
 from .logit_numbers import base2_logits, loaded
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
@@ -56,7 +55,6 @@ class AtTarget(NamedTuple):
     reference_class: ReferenceClass
     reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
     guard: Tensor  # (1 + n,) int32, 0: whether a rescue is needed at all, and by which rows
-    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
 
 @Kernel
@@ -65,7 +63,6 @@ def gather_tokens_kernel(
     operands,  # Operands; if its target is None, column 0 is used
     rows_ptr,  # (n, D) out, with zeros after the valid rows up to a multiple of 128
     at_target,  # AtTarget, out; without a target, its reference alone
-    class_sum,  # ClassSum; its fields are None without a logit sum
     V,
     D,
     input_stride,  # (between tokens, between features)
@@ -90,7 +87,6 @@ def gather_tokens_kernel(
             tl.store(at_target.column + row, tl.where(hit, target, -1))
             column = tl.where(hit, target, 0)
         acc = tl.zeros((BLOCK_D,), tl.float32)
-        summed = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, D, BLOCK_D):
             d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
             x = tl.load(operands.input + token * input_stride[0] + d * input_stride[1], mask=d < D, other=0.0)
@@ -98,8 +94,6 @@ def gather_tokens_kernel(
             w = tl.load(w_places, mask=d < D, other=0.0)
             tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, x, mask=d < D)
             acc += x.to(tl.float32) * w.to(tl.float32)
-            if at_target.logit_sum is not None:
-                summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
         product = tl.sum(acc, 0)
         bias = None
         if operands.linear_bias is not None:
@@ -111,12 +105,6 @@ def gather_tokens_kernel(
             tl.store(at_target.logit + row, z2)
             if logit_numbers.softcap is not None:
                 tl.store(at_target.dz_du + row, dz_du)
-        if at_target.logit_sum is not None:
-            bias_sum = None
-            if class_sum.bias is not None:
-                bias_sum = tl.load(class_sum.bias)
-            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_numbers, numbers)
-            tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
@@ -184,15 +172,12 @@ def launch_gather_targets(
     call: Any,  # with Operands of N tokens, and the first class where there is one
     valid_tokens: ValidTokens,
     rows: Tensor,  # (n, D) out
-    *,
-    class_sum: ClassSum | None = None,
 ) -> AtTarget:
     assert rows.stride(1) == 1
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, next_power_of_2(rows.shape[1]))
-    assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
-    reference, logit_sum = row_vectors(input, 2, n)
+    (reference,) = row_vectors(input, 1, n)
     column = input.new_empty((n, *target.shape[1:]), dtype=torch.int64)
     logit, soft = reference.new_empty(column.shape), target.dim() == 2
     at_target = AtTarget(
@@ -202,14 +187,12 @@ def launch_gather_targets(
         ReferenceClass(column.new_empty(n), logit.new_empty(n)) if soft else ReferenceClass(column, logit),
         reference,
         input.new_empty(1 + n, dtype=torch.int32),
-        None if class_sum is None else logit_sum,
     )
     gather_tokens_kernel[(n,)](
         valid_tokens,
         operands._replace(target=None if soft else target, weight=None),
         rows,
         at_target,
-        class_sum or ClassSum(None, None),
         linear_weight.shape[0],
         hidden,
         input.stride(),

@@ -5,5 +5,5 @@ with_grad.py                     gradients made in forward: any row objective, a
     one_pass_step.py             the stages of a chunk
 chunks.py                        how tokens are divided into chunks that fit the workspace
 exponentials.py                  the logits GEMM against a reference per row, and the rescue
-gradients.py                     which gradients are made; the loop over chunks of a step that makes G
+gradients.py                     which gradients are made; the loop over chunks of every step that makes some
 """
