@@ -17,7 +17,7 @@ from ..meta import checks
 from ..meta.arguments import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
 from ..objectives import cross_entropy, divergence, policy, token_function
 from ..support.refusals import hint_of_target, refuse_hole
-from ..support.sizes import SYMBOLIC, known_only_when_it_runs, same_shape
+from ..support.sizes import SYMBOLIC, holds, known_only_when_it_runs, same_shape
 from ..support.torch_private import check_value
 from .loss import wants_gradient
 
@@ -58,7 +58,8 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     checks.check_target_dtype(op, target)
     if not same_shape(target.shape, logits.shape[:-1]):
-        hint = hint_of_target(target, logits, "logits", logits.shape[-1])
+        unknown = known_only_when_it_runs(*target.shape, *logits.shape)
+        hint = "" if unknown else hint_of_target(target, logits, "logits", logits.shape[-1])
         what = f"one class index per row of logits {tuple(logits.shape)}, got"
         check_shape(op, "target", target, logits.shape[:-1], what, hint)
     checks.check_device(op, logits, "logits", target=target)
@@ -216,17 +217,19 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
     if target.dtype not in checks.TARGET_DTYPES:
         checks.check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
-    if topk and (not same_shape(target.shape[:-1], tokens) or target.dim() != input.dim() or not target.shape[-1]):
+    if topk and (not same_shape(target.shape[:-1], tokens) or target.dim() != input.dim() or not holds(target.shape[-1] > 0)):
         raise ValueError(
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
     if not topk and not same_shape(target.shape, tokens):
-        hint = hint_of_target(target, input, "input", linear_weight.shape[0], probabilities=op == OP)
-        if not hint and op == OP and target.dim() == input.dim() and target.shape[:-1] == tokens:
-            hint = "; several classes a token need target_weight, a weight for each"
-        if target.shape == linear_weight.shape[:-1]:
-            hint = "; are input and linear_weight swapped?"
+        hint = ""
+        if not known_only_when_it_runs(*target.shape, *tokens):
+            hint = hint_of_target(target, input, "input", linear_weight.shape[0], probabilities=op == OP)
+            if not hint and op == OP and target.dim() == input.dim() and target.shape[:-1] == tokens:
+                hint = "; several classes a token need target_weight, a weight for each"
+            if target.shape == linear_weight.shape[:-1]:
+                hint = "; are input and linear_weight swapped?"
         check_shape(op, "target", target, tokens, f"one class index per token of input {tuple(input.shape)}, got", hint)
 
 
