@@ -13,8 +13,8 @@ from torch import SymInt, Tensor
 from ..math.options import Cotangents
 from ..meta.arguments import Backward, BackwardInPlace, Forward
 from ..support.holes import refuse_hole
-from ..support.torch_private import differentiated, runs_in_this_backward
-from .function import OperatorFunction, wanted, where_wanted
+from ..support.torch_private import differentiated
+from .function import OperatorFunction, asked, wanted, where_wanted
 from .paths import saved_rows
 from .second_order import second_derivatives
 
@@ -55,11 +55,9 @@ class ForwardFunction(OperatorFunction):
             pair = finite_in_empty_rows(pair.T, pair).T
         *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
+        # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
         if ctx.main_grad is not None and mask[1]:
-            # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
-            mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
-            if mask[1]:
-                backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
+            backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
         values = backward.like(
             call,
             cotangents=Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum),
@@ -110,7 +108,7 @@ class BackwardFunction(OperatorFunction):
         call = Backward.of(values)
         if call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
-        return second_derivatives(call, grad_grads)
+        return second_derivatives(call, grad_grads, asked(ctx))
 
 
 class BackwardInPlaceFunction(OperatorFunction):

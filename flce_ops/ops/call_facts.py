@@ -13,6 +13,7 @@ from torch import Tensor
 from ..math.options import KlDivOperands, KlDivOptions
 from ..math.shards import shard_rows
 from ..support import torch_private
+from ..support.workspace import gradients_are_left_to_backward
 
 
 class CallFacts(NamedTuple):
@@ -28,6 +29,7 @@ class CallFacts(NamedTuple):
     softcap: bool = False
     wants_gradient: bool = False  # some gradient of input, linear_weight or linear_bias is wanted
     main_grad: bool = False  # there is a buffer to which the gradient of linear_weight is added
+    left_to_backward: bool = False  # gradients_in_backward()
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # AOTAutograd traces a checkpointed region, which backward runs again
@@ -85,6 +87,7 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
         input.device.type,
         input.dtype,
         wants_gradient=wanted and torch.is_grad_enabled(),
+        left_to_backward=gradients_are_left_to_backward(),
         functorch=torch_private.functorch_is_active(),
         saved_tensor_hooks=torch_private.saved_tensor_hooks_are_active(),
         checkpoint=torch_private.tracing_a_checkpointed_region(),

@@ -17,7 +17,7 @@ from ..meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, Logi
 from ..support.holes import refuse_hole, running
 from ..support.torch_private import functorch_is_active, has_hooks, root_of
 from .autograd import of_lse
-from .function import OperatorFunction, save
+from .function import OperatorFunction, asked, save
 from .made_in_forward import MadeInForward
 from .second_order import second_derivatives
 
@@ -56,7 +56,7 @@ class BackwardFunction(OperatorFunction):
 
     @classmethod
     def gradients(cls, ctx, values, saved, grad_grad_logits):
-        return second_derivatives(LogitsBackward.of(values), [grad_grad_logits])
+        return second_derivatives(LogitsBackward.of(values), [grad_grad_logits], asked(ctx))
 
 
 class WithGradFunction(MadeInForward):
