@@ -10,6 +10,8 @@ import torch.distributed as dist
 from against_one_process import model_and_reference
 from in_worlds import in_worlds
 from process_pool import worlds
+from reference_loss import error
+from sharded_inputs import TOLERANCE, R, batch, full, mesh_of, place
 from small_transformer import SmallTransformer, make_batches
 from torch import nn
 from torch.distributed.pipelining import (
@@ -18,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.utils.flop_counter import FlopCounterMode
+from torch.distributed.tensor import Shard
 
 import flce_ops
 
@@ -37,7 +39,7 @@ def policy(hidden, weight, target, count):
 
 
 def kl_div(hidden, weight, target, count):
-    teacher = torch.ones_like(hidden).cumsum(-1) / 9.0, weight.detach().flip(0)
+    teacher = torch.ones_like(hidden).cumsum(-1) / 9.0, weight.detach().sin()
     return flce_ops.linear_kl_div(hidden, weight, *teacher, target=target, normalizer=count)
 
 
@@ -71,10 +73,10 @@ def test_losses_and_gradients_are_those_of_one_process(device, loss):
     ):
         for block in (contextlib.nullcontext, flce_ops.gradients_in_backward):
             model, reference = model_and_reference(device, depth=stages)
-            parts = {place: Stage(model, place) for place in places}
+            parts = {at: Stage(model, at) for at in places}
             last = parts.get(stages - 1)
             runner = schedule(
-                [PipelineStage(part, place, stages, device) for place, part in parts.items()],
+                [PipelineStage(part, at, stages, device) for at, part in parts.items()],
                 n_microbatches=micro_batches,
                 loss_fn=lambda hidden, target, last=last: loss(hidden, last.head.weight, target, count),
                 scale_grads=False,
@@ -88,7 +90,24 @@ def test_losses_and_gradients_are_those_of_one_process(device, loss):
             sum(expected).backward()
             if last:
                 torch.testing.assert_close(torch.stack(losses), torch.stack(expected).detach(), rtol=1e-5, atol=1e-6)
-            for place, part in parts.items():
-                exact = dict(Stage(reference, place).named_parameters())
+            for at, part in parts.items():
+                exact = dict(Stage(reference, at).named_parameters())
                 for name, parameter in part.named_parameters():
                     torch.testing.assert_close(parameter.grad, exact[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("block", [contextlib.nullcontext, flce_ops.gradients_in_backward])
+@in_worlds(worlds(2, 4))
+def test_gradients_over_a_sharded_vocabulary_are_made_one_by_one(device, block):
+    """Ranks exchange the same numbers in both backwards."""
+    inputs = batch(device)
+    placed = place(inputs, mesh_of(device, dist.get_world_size()), [R], [Shard(0)])
+    count = torch.tensor(9.0, device=device)
+    for loss in (mean, log_probs, kl_div):
+        exact = loss(inputs.input, inputs.linear_weight, inputs.target, count)
+        with block():
+            value = loss(placed.input, placed.linear_weight, placed.target, count)
+        for name in ("linear_weight", "input"):
+            (expected,) = torch.autograd.grad(exact, getattr(inputs, name), retain_graph=True)
+            (found,) = torch.autograd.grad(value, getattr(placed, name), retain_graph=True)
+            assert error(full(found), expected) < TOLERANCE, (loss.__name__, name)
