@@ -18,7 +18,7 @@ from .._ops import add_op_namespace_prefix
 from ..math.options import KlDivOptions, LogitOptions, numbers_of
 from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
-from ..support.holes import refuse_hole, running
+from ..support.refusals import refuse_hole, running
 from ..support.torch_private import (
     below_autograd,
     forward_mode_is_active,
@@ -235,7 +235,7 @@ def saved_tensors(ctx) -> tuple[Tensor, ...]:
         ) from error
 
 
-def asked(ctx) -> Sequence[bool]:
+def gradients_asked_for(ctx) -> Sequence[bool]:
     """For each argument, whether the running backward wants its gradient. ctx.needs_input_grad says only that it
     requires one: torch.autograd.grad may ask for others, as a zero-bubble pipeline does, which runs one backward for
     the gradient of input and a later one for those of parameters.
@@ -248,8 +248,8 @@ def asked(ctx) -> Sequence[bool]:
 
 
 def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
-    of_arguments = asked(ctx)
-    return [of_arguments[arguments.index[name]] for name in names]
+    asked = gradients_asked_for(ctx)
+    return [asked[arguments.index[name]] for name in names]
 
 
 class WithoutDerivative(OperatorFunction):
