@@ -75,6 +75,7 @@ def pipeline_rows(size: LlamaSize, clock: Clock, found: Environment) -> list[Pip
             for counter, leaf in zip(counts[1:], (hidden, last.head.weight)):
                 with counter:
                     torch.autograd.grad(loss, leaf, retain_graph=True)
+            del loss  # and what it saved
             passes = [counter.get_total_flops() / (2 * hidden.numel() * size.vocab) for counter in counts]
             row.forward_passes, row.input_passes, row.weight_passes = passes
         rows.append(measured(row, step, clock))
