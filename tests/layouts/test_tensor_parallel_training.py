@@ -21,7 +21,7 @@ from against_one_process import (
 )
 from in_worlds import in_worlds
 from process_pool import run_in_world, worlds
-from small_transformer import DIM, SmallTransformer, make_batches
+from small_transformer import DIM, VOCAB, SmallTransformer, make_batches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -95,6 +95,25 @@ def test_compiled_tensor_parallel_model_trains_as_one_process(device):
         check_same(losses, reference_losses(reference, batches), full_parameters(model), reference)
 
 
+@pytest.mark.exhaustive
+@in_worlds(worlds(2))
+def test_async_tensor_parallelism_leaves_the_head_as_it_is(device):
+    """Inductor's pass fuses an all_gather with the matmul behind it, and finds none: the operator is behind it."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    head = flce_ops.LinearCrossEntropyHead(DIM, VOCAB).to(device)
+    parallelize_module(head, mesh, flce_ops.VocabParallel(input_layouts=Shard(1)))
+    _, target = make_batches(1, SEQUENCES, device)[0]
+    hidden = torch.randn(SEQUENCES, target.shape[1] // mesh.size(), DIM, device=device, requires_grad=True)
+    found = []
+    with torch._inductor.config.patch(_micro_pipeline_tp=True):
+        for function in (head, torch.compile(head, fullgraph=True)):
+            loss = function(hidden, target)
+            gradients = torch.autograd.grad(loss, (hidden, head.weight))
+            found.append((loss, gradients[0], gradients[1].to_local()))
+    torch.testing.assert_close(*found)
+
+
 @in_worlds(worlds(4, 8, gloo=(4, 8)))
 def test_fsdp2_and_hsdp_over_tensor_parallelism_train_as_one_process(device):
     size = dist.get_world_size()
@@ -116,6 +135,31 @@ def test_fsdp2_and_hsdp_over_tensor_parallelism_train_as_one_process(device):
             batches = make_batches(STEPS, SEQUENCES, device)
             losses = train_data_parallel(model, batches, groups)
             check_same(losses, reference_losses(reference, batches), full_parameters(model), reference)
+
+
+ON_2_X_2_RANKS = {  # wrapping, of tied weights, options of fully_shard
+    "root owns the head": ("root", False, {}),
+    "head alone, no reshard": ("head alone", False, {"reshard_after_forward": False}),
+    "tied, root owns both": ("root", True, {}),
+    "tied, wrapped together, no reshard": ("tied together", True, {"reshard_after_forward": False}),
+}
+
+
+@in_worlds(worlds(4))
+@pytest.mark.parametrize("wrapping", ON_2_X_2_RANKS)
+@pytest.mark.parametrize("second", ["shard", "tp"])
+def test_hsdp_and_fsdp2_over_tensor_parallelism_accumulate_gradients_without_sync(device, second, wrapping):
+    wrapping, tied, options = ON_2_X_2_RANKS[wrapping]
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", second))
+    data = mesh if second == "shard" else mesh["dp"]
+    model, reference = model_and_reference(device, tied=tied)
+    if second == "tp":
+        tensor_parallel(model, mesh["tp"], sequence_parallel=True, tied=tied)
+    shard_with_fsdp2(model, wrapping, mesh=data, **options)
+    batches = make_batches(STEPS, SEQUENCES, device)
+    groups = [data.get_group(dim) for dim in range(data.ndim)]
+    losses = train_data_parallel(model, batches, groups, micro_batches=2)
+    check_same(losses, reference_losses(reference, batches), full_parameters(model), reference)
 
 
 @pytest.mark.exhaustive
@@ -143,8 +187,10 @@ def test_fsdp2_over_tensor_parallelism_checkpointed_compiled_tied_and_in_bfloat1
         check_same(losses, reference_losses(reference, batches), full_parameters(model), reference, tolerance)
 
 
-def train_data_parallel(model, batches, groups) -> list[float]:
-    """`train` over the product of `groups`: the first group divides the batch, the second one each part."""
+def train_data_parallel(model, batches, groups, micro_batches: int = 1) -> list[float]:
+    """`train` over the product of `groups`: the first group divides the batch, the second one each part. Gradients are
+    reduced after the last micro-batch alone.
+    """
     optimizer = optimizer_of(model)
     ranks = 1
     for group in groups:
@@ -155,11 +201,14 @@ def train_data_parallel(model, batches, groups) -> list[float]:
         for group in groups:
             tokens = tokens.chunk(dist.get_world_size(group))[dist.get_rank(group)]
             target = target.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-        loss = model(tokens, target, normalizer)
-        loss.backward()
+        total = torch.zeros((), device=tokens.device)
+        for index, part in enumerate(zip(tokens.chunk(micro_batches), target.chunk(micro_batches))):
+            model.set_requires_gradient_sync(index == micro_batches - 1)
+            loss = model(*part, normalizer)
+            loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach()
         for group in groups:
             dist.all_reduce(total, group=group)
         losses.append(total.item() / ranks)
