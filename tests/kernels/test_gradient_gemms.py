@@ -16,8 +16,7 @@ from flce_ops import aten
 from flce_ops.support.versions import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import input_gradient, tiles
-from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
-from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
+from flce_ops.triton.gemm.input_gradient import Finish, float32_memory, launch_input_gradient, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES, ClassBlocks
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.after_chunks import launch_after_chunks
@@ -87,12 +86,11 @@ def test_the_input_gradient_of_the_valid_rows(count, memory_numbers):
     e, w = torch.rand(n, v), torch.randn(v, d)
     e[count:] = torch.nan
     column, factor, residual = torch.randint(-1, v, (n,)), torch.randn(n), torch.randn(n)
-    outer = torch.randn(n), torch.randn(d)
     out = torch.full((n, d), torch.inf)
     memory = torch.full((memory_numbers,), torch.nan)
-    finish = Finish(factor, column, residual, *outer)
+    finish = Finish(factor, column, residual)
     launch_input_gradient(out, e, w, finish, valid_tokens_of(count, n), memory)
-    exact = factor[:, None].double() * (e.double() @ w.double()) + outer[0][:, None].double() * outer[1]
+    exact = factor[:, None].double() * (e.double() @ w.double())
     exact += torch.where(column >= 0, residual, 0.0)[:, None].double() * w[column.clamp(min=0)]
     assert error(out[:count], exact[:count]) <= 5e-7
     assert out[count:].isinf().all()
@@ -132,21 +130,20 @@ def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
 def test_the_weight_gradient_over_two_chunks_stops_at_the_valid_rows(count):
     n, d, v = 128, 70, 67
     e, x = torch.rand(2 * n, v), torch.randn(2 * n, d)
-    x[count:], outer = 0.0, (torch.rand(v), torch.randn(d))
+    x[count:] = 0.0
     e[-(-count // 32) * 32 :] = torch.nan  # nothing is read after the last tile of valid rows
     e[count : -(-count // 32) * 32] = 0.0
     out = torch.full((v, d), torch.nan)
-    gradient = WeightGradient(out, tokens=2 * n, chunks=2, outer=outer)
+    gradient = WeightGradient(out, tokens=2 * n, chunks=2)
     for start in (0, n):
         rows = slice(start, start + n)
         gradient.add(e[rows], x[rows], valid_tokens_of(count, n, start))
-    exact = e[:count].double().T @ x[:count].double() + outer[0][:, None].double() * outer[1]
+    exact = e[:count].double().T @ x[:count].double()
     assert error(out, exact) <= 5e-7
 
 
 @interpreter
-@pytest.mark.parametrize("smoothed", [False, True])
-def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
+def test_rows_of_targets_in_two_half_numbers_lose_nothing():
     """The part of c x lost to rounding is added separately. Rows of other classes stay unchanged."""
     n, d, v, count = 150, 70, 67, 140
     e, x = torch.rand(n, v).half(), torch.randn(n, d)
@@ -155,12 +152,9 @@ def test_rows_of_targets_in_two_half_numbers_lose_nothing(smoothed):
     low[count:] = high[count:] = torch.nan  # nothing is read after the valid tokens
     column = torch.randint(40, (n,))
     column[::7] = -1  # these targets are on other ranks
-    outer = (torch.rand(v), torch.rand(d)) if smoothed else (None, None)
     out = torch.full((v, d), 7.0)
-    launch_target_rows(out, e, high, low, column, valid_tokens_of(count, n), outer)
+    launch_target_rows(out, e, high, low, column, valid_tokens_of(count, n))
     exact = e[:count].double().T @ x[:count].double()
-    if smoothed:
-        exact += outer[0][:, None].double() * outer[1]
     targets = column[:count][column[:count] >= 0].unique()
     assert error(out[targets], exact[targets]) <= 2.0**-21
     others = torch.ones(v, dtype=torch.bool)
@@ -218,7 +212,7 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
     args = (x, w, target, None, None, torch.rand(40))
     mask = {"output_mask": [True, True, False]}
     truth = aten.with_grad(*(t.double() if t is not None and t.is_floating_point() else t for t in args), **mask)
-    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    monkeypatch.setattr("flce_ops.triton.rows.copy_rows.on_tma_device", lambda tensor: True)
     with flce_ops.workspace(workspace):
         found = launch_with_grad(*args, **mask)
     assert ("13 features of zeros added" in flce_ops.last_path().reason) is padded

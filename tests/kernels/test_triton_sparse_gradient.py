@@ -12,8 +12,8 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.math.sparse_gradient import SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_backward, launch_with_grad
-from flce_ops.triton.gemm.tma import matrix_of
-from flce_ops.triton.rows.finish_rows import FinishedRows
+from flce_ops.triton.gemm.input_gradient import Finish
+from flce_ops.triton.gemm.tiles import matrix_of
 from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse import gather_sums, sparse_or_dense
 from flce_ops.triton.sparse.gather_sums import Lists, cut_lists, launch_gather_lists
@@ -77,13 +77,13 @@ def test_lists_hold_what_the_aten_path_keeps(mode, num_classes, poisoned_memory)
     exponentials[torch.arange(n), 7] -= row_sum  # the target's entry is negative
     column, factor = torch.full((n,), 7), torch.rand(n) + 0.5
     residual = torch.rand(n) * 1e-3
-    finished = FinishedRows(exponentials[:, 7], factor, factor, residual)
+    finish = Finish(factor, column, residual)
     room = room_of_row(threshold, num_classes)
     lists = Lists(torch.empty(n, room, dtype=torch.int64), torch.empty(n, dtype=torch.int32), room)
     sparse = SparseGradient(threshold, mode, torch.tensor(11))
     seed = sparse.gradient_seed if mode == "unbiased" else None
     of_rows = matrix_of(exponentials), row_sum, valid_tokens, NONE_DENSE
-    launch_lists(SparseRows(*of_rows, num_classes, threshold, seed), finished, column, lists)
+    launch_lists(SparseRows(*of_rows, num_classes, threshold, seed), finish, lists)
     count = len(order)
     expected = exponentials[:count] * factor[:count, None]
     keep_entries(expected, row_sum[:count] * factor[:count], sparse, order)

@@ -19,7 +19,6 @@ from ..rows.valid_tokens import ValidTokens
 from .input_gradient import SUMMED, Finish
 from .logits_gemm import launch_logits_gemm
 from .tiles import EVERY_BLOCK, ClassBlocks
-from .tma import NO_OUTER, Outer
 
 # n rows of a chunk, D hidden, V vocabulary
 
@@ -53,8 +52,8 @@ def launch_logits(
 class MatmulWeightGradient:
     """grad_linear_weight of a step of one or several chunks, as weight_gradient.WeightGradient."""
 
-    def __init__(self, out: Tensor, tokens: int, chunks: int, adds: bool = False, outer: Outer = NO_OUTER) -> None:
-        self.out, self.tokens, self.adds, self.outer, self.blocks = out, tokens, adds, outer, EVERY_BLOCK
+    def __init__(self, out: Tensor, tokens: int, chunks: int, adds: bool = False) -> None:
+        self.out, self.tokens, self.adds, self.blocks = out, tokens, adds, EVERY_BLOCK
         self.sum = out.new_zeros(out.shape, dtype=torch.float32)
 
     def add(self, exponentials: Tensor, rows: Tensor, valid_tokens: ValidTokens) -> None:
@@ -62,9 +61,6 @@ class MatmulWeightGradient:
             raise NotImplementedError(UNSUPPORTED.format(what="a sparse gradient"))
         n, valid = rows.shape[0], is_valid(valid_tokens, rows.shape[0])
         self.sum += product(torch.where(valid, exponentials, 0).T, torch.where(valid, rows, 0))
-        if self.outer[1] is not None and valid_tokens.start == 0:
-            row, column = self.outer
-            self.sum += column if row is None else torch.outer(row, column)
         if self.adds:
             self.out += self.sum
             self.sum.zero_()
@@ -93,8 +89,6 @@ def launch_input_gradient(
         here = valid[:, 0] & (finish.column >= 0)
         column = torch.where(here, finish.column, 0)
         found += torch.where(here, finish.residual, 0.0)[:, None] * linear_weight[column].float()
-    if finish.outer_row is not None:
-        found += torch.outer(finish.outer_row, finish.outer_column)
     found = torch.where(valid, found, 0.0)
     if finish.sums is not None:
         token = torch.where(valid[:, 0], valid_tokens.order, 0)

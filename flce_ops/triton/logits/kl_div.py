@@ -36,12 +36,10 @@ from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
 from ...support.integers import cdiv
-from ..gemm.padded_features import with_padded_features
-from ..gemm.split_k import TILE_OVERHEAD, float32_memory
-from ..gemm.tiles import Tiles, tiles_for
-from ..gemm.tma import matrix_of
+from ..gemm.input_gradient import TILE_OVERHEAD, float32_memory
+from ..gemm.tiles import Tiles, matrix_of, tiles_for
 from ..rows.after_chunks import LossSum
-from ..rows.copy_rows import launch_copy_rows
+from ..rows.copy_rows import launch_copy_rows, with_padded_features
 from ..rows.valid_tokens import ValidTokens, compact_tokens, room_for_rows
 from ..steps.chunks import (
     MULTIPLE,
@@ -214,9 +212,9 @@ class KlDivStep:
 
     def run(self) -> list[slice]:
         """Returns the chunks."""
-        operands, by_ranges = self.operands, self.options.batch_invariant
-        gemms = GradientGemms(self.gradients, operands.input, operands.linear_weight, self.chunking, by_ranges)
-        return gemms.run(self.valid_tokens, self.run_chunk)
+        of_head, by_ranges = (self.operands.input, self.operands.linear_weight), self.options.batch_invariant
+        gemms = GradientGemms(self.gradients, *of_head, self.chunking.chunks, by_ranges)
+        return gemms.run(self.chunking, self.valid_tokens, self.run_chunk)
 
     def run_chunk(self, chunk: slice, valid_tokens: ValidTokens, tokens: Tensor) -> ChunkGradient | None:
         n = tokens.shape[0]

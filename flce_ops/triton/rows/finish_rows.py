@@ -1,7 +1,7 @@
 """After the logits GEMM: the losses of a chunk's valid tokens, the factors that turn E into the logit gradient G, and c
 times the tokens.
 
-Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing:
+Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing (smoothing.py):
 
     G_ij = (l p_ij + sum_(k: y_k = j) a_k) dz/du = c E'_ij      c = l logit_scale / Z
                                                                 E'_iyk = (E_iyk - Z sum_(equal k) slope_k / d_lse) dz/du
@@ -26,18 +26,17 @@ from ...math.shards import lse_of_shards
 from ...objectives.in_triton import LN2, number
 from ...objectives.row import RowNumbers, RowObjective
 from ...support.integers import cdiv
-from ..gemm.tile_sums import sum_of_tiles
-from ..gemm.tma import in_dtype_of, load_tile, matrix_of, store_tile
+from ..gemm.tiles import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
-from ..steps.exponentials import RowSums
 from .after_chunks import scale_of_rows
+from .gather_tokens import larger_entry, sum_of_equals, topk_at_a_time
 from .logit_numbers import sum_from_lse
-from .topk import larger_entry, sum_of_equals, topk_at_a_time
+from .sums import RowSums, sum_of_tiles
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
-ROWS = tl.constexpr(16)  # rows of a program if a token has one class; tile_sums.py says why
+ROWS = tl.constexpr(16)  # rows of a program if a token has one class; sums.py says why
 TILES = tl.constexpr(256)  # tiles whose sums a program reads at a time
 COLUMNS = tl.constexpr(512)  # of a token that a program multiplies at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This
@@ -79,6 +78,7 @@ class FinishedRows(NamedTuple):
     row_factor: Tensor  # c_i
     weight_factor: Tensor  # c_i, corrected for the rounding of E_iy
     residual: Tensor  # c_i times that rounding
+    smoothing: Tensor | None = None  # k_i, with label smoothing
     column: Tensor | None = None  # int64, with soft targets: the class whose rounding `residual` holds
 
 
@@ -142,10 +142,12 @@ def finish_rows_kernel(
     matrix,  # (n, V) E, in which the targets' entries are replaced
     rows,  # Matrix (n, D): the gathered tokens, which are multiplied by the weight factor; or None
     rest,  # Matrix (n, D), out: what the rounding of these products took; or None
+    class_weight_ptr,  # (V,) float32, for label smoothing
     n,
     D,
     T,  # tiles of `sums`
     objective,  # RowNumbers, with tensors as pointers
+    d_sum,  # the derivative of a loss by its logit sum; None without label smoothing
     logit_numbers,  # LogitNumbers
     OF_TARGET: tl.constexpr,
     OF_ROW: tl.constexpr,
@@ -212,6 +214,8 @@ def finish_rows_kernel(
     if tokens.losses is not None:
         tl.store(tokens.losses + token, tl.where(mask, value, 0.0), mask=i < n)
 
+    if d_sum is not None:
+        size += tl.abs(d_sum + tl.zeros_like(size))
     # The divisor keeps c E' finite if d_lse is tiny beside the slopes. A scale of inf times a d_lse of 0 stays nan, as
     # in ATen.
     divisor = tl.where(tl.abs(d_lse) < size * LEAST_SLOPE, size * LEAST_SLOPE, d_lse)
@@ -225,6 +229,9 @@ def finish_rows_kernel(
     logit_scale = number(logit_numbers.logit_scale, 1.0)
     row_factor = scaled * logit_scale / row_sum
     divisor = tl.where((divisor == 0.0) & (size == 0.0), 1.0, divisor)
+    if d_sum is not None:
+        smoothing = row_sum * (d_sum / divisor)
+        tl.store(finished.smoothing + i, smoothing, mask=mask)
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
     column_of_largest = tl.full((), -1, tl.int64)
@@ -239,6 +246,11 @@ def finish_rows_kernel(
             weight = sum_of_equals(column, tokens.column + row_topk, objective.weight + own_topk, TOPK, BLOCK_TOPK)
             _, slope_of_entry = OF_TARGET(((reference - logit) + log2_sum) * LN2, weight, at, objective)
         entry = tl.exp2(logit - reference) - row_sum * (slope_of_entry / divisor)
+        if d_sum is not None:
+            class_weight = 1.0
+            if class_weight_ptr is not None:
+                class_weight = tl.load(class_weight_ptr + column, mask=inside & (column >= 0), other=0.0)
+            entry += smoothing * class_weight
         # an infinite row factor (a normalizer of 0) makes the entry inf - inf, which is nan, as is every sum over it
         entry = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), entry)
         if tokens.target_dz_du is not None:
@@ -293,6 +305,8 @@ def launch_finish_rows(
     exponentials: Tensor,  # (n, V) E, in which the targets' entries are replaced
     *,
     logit_options: LogitOptions,
+    d_sum: float | None = None,  # the objective's; smoothing.py
+    class_weight: Tensor | None = None,  # (V,) float32
     scaled: Tensor | None = None,  # (n, D) the gathered tokens, which are multiplied by the weight factor
     rest: Tensor | None = None,  # (n, D) out: what the rounding of these products took; rows after the valid ones stay
     gathered: Tensor | None = None,  # (R, k, n), the numbers of every rank
@@ -305,6 +319,7 @@ def launch_finish_rows(
         row_factor,
         weight_factor,
         residual,
+        smoothing=None if d_sum is None else torch.empty_like(row_factor),
         column=column.new_empty(n) if soft else None,
     )
     whole = None
@@ -314,11 +329,11 @@ def launch_finish_rows(
             sums = sums._replace(logit_sum=gathered[:, 2].sum(0))
     hidden, tiles = 0 if scaled is None else scaled.shape[1], 0 if sums.tiles is None else sums.tiles.shape[0]
     numbers = RowNumbers(*objective)  # Triton does not see the fields of a derived class
-    of_rows = tokens, sums, whole, finished, *map(matrix_of, (exponentials, scaled, rest))
+    of_rows = tokens, sums, whole, finished, *map(matrix_of, (exponentials, scaled, rest)), class_weight
     of_objective = {"OF_TARGET": objective.of_target.jit, "OF_ROW": objective.of_row.jit}
     of_objective |= {"BOUNDED": objective.bounded, "BY_ROW": objective.by_row}
     finish_rows_kernel[(n if soft else cdiv(n, ROWS.value),)](
-        *(*of_rows, n, hidden, tiles, numbers, logit_options),
+        *(*of_rows, n, hidden, tiles, numbers, d_sum, logit_options),
         **of_objective,
         SCALED=tokens.reduction is not None,
         TOPK=topk,

@@ -10,7 +10,7 @@ exponentials.
             input              rows              linear_weight
 
 With a softcap it also computes dz/du at that logit, since the target's entry of the gradient is made outside of the
-GEMM's epilogue. On request it computes the logit sum, which takes one more dot product of the row (column_sums.py).
+GEMM's epilogue.
 
 A soft target names K classes. A second kernel computes their logits from the gathered rows. The largest logit is the
 reference:
@@ -24,23 +24,75 @@ reference:
 
 This reads n K D numbers: 2 GiB at 4096x4096 with K = 64 in bfloat16. Rows of classes that several tokens name come from
 the L2.
+
+Other kernels with K classes a token take helpers from here: the summed weight of equal classes, and the largest entry.
+A row's targets are processed topk_at_a_time. Equal classes of a token name one entry of its row. Each of them computes
+the whole entry, in the same order, and all write the same number. So no atomics are needed, and every run has the same
+bits.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
-from ..gemm.tma import load_tile, matrix_of
+from ..gemm.tiles import load_tile, matrix_of
 from ..kernel import Kernel
-from .column_sums import ClassSum
 from .logit_numbers import base2_logits, loaded
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
-# N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
+# N tokens, n rows of a chunk, K classes of each, D hidden, V vocabulary
+
+
+def topk_at_a_time(topk: int) -> int:
+    """The number of targets that are processed at a time. Each of them is compared with as many others: 64 x 64
+    comparisons for K = 64.
+    """
+    return min(64, next_power_of_2(topk))
+
+
+@triton.jit
+def sum_of_equals(
+    column,  # (BLOCK_TOPK,)
+    column_ptr,  # (K,), all columns of the row
+    value_ptr,  # (K,)
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+):
+    """For each of `column`: the sum of the values of all targets of the row with that class."""
+    total = tl.zeros((BLOCK_TOPK,), tl.float32)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = k < TOPK
+        others = tl.load(column_ptr + k, mask=inside, other=-1)
+        values = tl.load(value_ptr + k, mask=inside, other=0.0)
+        total += tl.sum(tl.where(column[:, None] == others[None, :], values[None, :], 0.0), 1)
+    return total
+
+
+@triton.jit
+def larger_entry(
+    size,  # (), magnitude of the largest entry so far; `entry` and `column` belong to it
+    entry,
+    column,
+    entries,  # (BLOCK_TOPK,)
+    columns,  # (BLOCK_TOPK,), -1 for none
+    BLOCK_TOPK: tl.constexpr,
+):
+    """Returns the entry of largest magnitude and its column, the first of equals. Entries of nan are skipped."""
+    sizes = tl.where((columns >= 0) & (entries == entries), tl.abs(entries), -1.0)
+    largest = tl.max(sizes, 0)
+    place = tl.arange(0, BLOCK_TOPK)
+    at_largest = place == tl.min(tl.where(sizes == largest, place, BLOCK_TOPK), 0)
+    larger = largest > size
+    entry = tl.where(larger, tl.sum(tl.where(at_largest, entries, 0.0), 0), entry)
+    column = tl.where(larger, tl.sum(tl.where(at_largest, columns, 0), 0), column)
+    return tl.where(larger, largest, size), entry, column
+
 
 BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products fill 32 registers of a thread
 
@@ -54,9 +106,8 @@ class AtTarget(NamedTuple):
     dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
-    reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
+    reference: Tensor  # a copy of `logit`; a rescue (steps/forward.py) changes this copy
     guard: Tensor  # (1 + n,) int32, 0: whether a rescue is needed at all, and by which rows
-    logit_sum: Tensor | None  # base 2, sum_j w_j z_j, on request
 
 
 @Kernel
@@ -65,7 +116,6 @@ def gather_tokens_kernel(
     operands,  # Operands; if its target is None, column 0 is used
     rows_ptr,  # (n, D) out, with zeros after the valid rows up to a multiple of 128
     at_target,  # AtTarget, out; without a target, its reference alone
-    class_sum,  # ClassSum; its fields are None without a logit sum
     V,
     D,
     input_stride,  # (between tokens, between features)
@@ -90,7 +140,6 @@ def gather_tokens_kernel(
             tl.store(at_target.column + row, tl.where(hit, target, -1))
             column = tl.where(hit, target, 0)
         acc = tl.zeros((BLOCK_D,), tl.float32)
-        summed = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, D, BLOCK_D):
             d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
             x = tl.load(operands.input + token * input_stride[0] + d * input_stride[1], mask=d < D, other=0.0)
@@ -98,8 +147,6 @@ def gather_tokens_kernel(
             w = tl.load(w_places, mask=d < D, other=0.0)
             tl.store(rows_ptr + row.to(tl.int64) * stride_rows_n + d, x, mask=d < D)
             acc += x.to(tl.float32) * w.to(tl.float32)
-            if at_target.logit_sum is not None:
-                summed += x.to(tl.float32) * tl.load(class_sum.weight + d, mask=d < D, other=0.0)
         product = tl.sum(acc, 0)
         bias = None
         if operands.linear_bias is not None:
@@ -111,12 +158,6 @@ def gather_tokens_kernel(
             tl.store(at_target.logit + row, z2)
             if logit_numbers.softcap is not None:
                 tl.store(at_target.dz_du + row, dz_du)
-        if at_target.logit_sum is not None:
-            bias_sum = None
-            if class_sum.bias is not None:
-                bias_sum = tl.load(class_sum.bias)
-            sum2, _ = base2_logits(tl.sum(summed, 0), bias_sum, logit_numbers, numbers)
-            tl.store(at_target.logit_sum + row, sum2)
     elif row < tl.cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE:
         for start in range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
@@ -184,15 +225,12 @@ def launch_gather_targets(
     call: Any,  # with Operands of N tokens, and the first class where there is one
     valid_tokens: ValidTokens,
     rows: Tensor,  # (n, D) out
-    *,
-    class_sum: ClassSum | None = None,
 ) -> AtTarget:
     assert rows.stride(1) == 1
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, next_power_of_2(rows.shape[1]))
-    assert class_sum is None or logit_options.softcap is None, "a sum of capped logits is not linear"
-    reference, logit_sum = row_vectors(input, 2, n)
+    (reference,) = row_vectors(input, 1, n)
     column = input.new_empty((n, *target.shape[1:]), dtype=torch.int64)
     logit, soft = reference.new_empty(column.shape), target.dim() == 2
     at_target = AtTarget(
@@ -202,14 +240,12 @@ def launch_gather_targets(
         ReferenceClass(column.new_empty(n), logit.new_empty(n)) if soft else ReferenceClass(column, logit),
         reference,
         input.new_empty(1 + n, dtype=torch.int32),
-        None if class_sum is None else logit_sum,
     )
     gather_tokens_kernel[(n,)](
         valid_tokens,
         operands._replace(target=None if soft else target, weight=None),
         rows,
         at_target,
-        class_sum or ClassSum(None, None),
         linear_weight.shape[0],
         hidden,
         input.stride(),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.integers import cdiv
-from ..gemm.tma import Outer, load_tile, matrix_of, outer_product, store_tile
+from ..gemm.tiles import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 
@@ -35,7 +35,6 @@ def target_rows_kernel(
     rest,  # (n, D), what rounding took from c input
     column_ptr,  # (n,) int64, the tokens' target columns; -1 for targets of other ranks
     out,  # (V, D), rows of which are written
-    outer,  # Outer: (V,) and (D,) vectors whose outer product is added
     valid_tokens,  # ValidTokens
     n,
     D,
@@ -53,8 +52,6 @@ def target_rows_kernel(
         low = load_tile(rest, ks, features, ks < count, features < D)
         acc = tl.dot(a.T, high, acc)
         acc = tl.dot(a.T, low, acc)
-    if outer[1] is not None:
-        acc += outer_product(outer, column, features, column >= 0, features < D)
     store_tile(out, acc, column, features, column >= 0, features < D)
 
 
@@ -65,10 +62,9 @@ def launch_target_rows(
     rest: Tensor,  # (n, D)
     column: Tensor,  # (n,)
     valid_tokens: ValidTokens,
-    outer: Outer,
 ) -> None:
     n, hidden = rows.shape
     matrices = map(matrix_of, (exponentials, rows, rest))
     target_rows_kernel[(cdiv(n, BLOCK_M.value), cdiv(hidden, BLOCK_N.value))](
-        *matrices, column, matrix_of(out), outer, valid_tokens, n, hidden, num_warps=4, num_stages=2
+        *matrices, column, matrix_of(out), valid_tokens, n, hidden, num_warps=4, num_stages=2
     )

@@ -18,14 +18,15 @@ only on the seed, the token's place in the call and the tile's number. So forwar
 the same numbers.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...math import sparse_gradient
+from ..gemm.input_gradient import Finish
 from ..gemm.tiles import LIVE
 from ..kernel import Kernel
-from ..rows.finish_rows import FinishedRows
 from ..rows.valid_tokens import valid_rows
 from .gather_sums import Lists
 from .sparse_or_dense import SparseRows
@@ -173,8 +174,7 @@ def list_groups_kernel(
 def list_entries_kernel(
     rows,  # SparseRows
     lists,  # Lists: reads what list_groups_kernel wrote, writes the entries
-    column_ptr,  # (n,) int64, the targets' columns
-    finished,  # FinishedRows
+    finish,  # Finish
     BLOCK: tl.constexpr,
 ):
     """The m-th kept entry of a group is the first one after which the tile's running sum has passed m + 1 whole
@@ -182,8 +182,8 @@ def list_entries_kernel(
     """
     row = tl.program_id(0)
     e_row, limit, scale, key = start_of_row(rows, row)
-    row_factor, residual = tl.load(finished.row_factor + row), tl.load(finished.residual + row)
-    column = tl.load(column_ptr + row).to(tl.int32)
+    row_factor, residual = tl.load(finish.row_factor + row), tl.load(finish.residual + row)
+    column = tl.load(finish.column + row).to(tl.int32)
     count = tl.load(lists.lengths + row)
     entries_row = lists.entries + row.to(tl.int64) * lists.room
     for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
@@ -208,12 +208,11 @@ def list_entries_kernel(
 
 def launch_lists(
     rows: SparseRows,
-    finished: FinishedRows,
-    column: Tensor,  # (n,)
+    finish: Finish,
     lists: Lists,  # the lists of the chunk; out
 ) -> Tensor:  # (n,)
     """The target's column if its class is dense, else -1."""
-    n, of_dense = rows.n, column.new_empty(column.shape)
-    list_groups_kernel[(n,)](rows, lists, column, of_dense, EVEN_V=rows.V % 8 == 0, num_warps=4)
-    list_entries_kernel[(n, lists.walkers)](rows, lists, column, finished, BLOCK=128, num_warps=4)
+    n, of_dense = rows.n, torch.empty_like(finish.column)
+    list_groups_kernel[(n,)](rows, lists, finish.column, of_dense, EVEN_V=rows.V % 8 == 0, num_warps=4)
+    list_entries_kernel[(n, lists.walkers)](rows, lists, finish, BLOCK=128, num_warps=4)
     return of_dense

@@ -27,11 +27,10 @@ from torch import Tensor
 from ...math.options import in_columns
 from ...math.sparse_gradient import room_of_row
 from ...support.workspace import matrix_bytes, reserved
-from ..gemm.tma import matrix_of
-from ..rows.finish_rows import FinishedRows, Tokens
+from ..gemm.tiles import matrix_of
 from ..rows.valid_tokens import ValidTokens
 from ..steps.chunks import MULTIPLE, TOKEN_BYTES, Chunking, best_chunking, problem_of, slices
-from ..steps.gradients import Gradients
+from ..steps.gradients import ChunkGradient, Gradients
 from ..steps.one_pass_step import OnePassStep, StepTokens
 from .gather_sums import CLASS_COLUMNS, SPLIT, TOKEN_COLUMNS, Lists, cut_lists, launch_gather_lists
 from .sparse_lists import launch_lists
@@ -50,74 +49,65 @@ class SparseStep(OnePassStep):
     """
 
     def __init__(
-        self,
-        call: Call,
-        valid_tokens: ValidTokens,
-        per_token: StepTokens,
-        gradients: Gradients,
-        room: int,
-        chunks: list[slice],
+        self, call: Call, valid_tokens: ValidTokens, per_token: StepTokens, gradients: Gradients, chunks: list[slice]
     ) -> None:
-        super().__init__(call, valid_tokens, per_token, gradients, Chunking(chunks, 0))
-        self.options, self.room = call.sparse, room
+        self.options, self.all_gradients = call.sparse, gradients
         self.sparse_input, self.sparse_weight = call.sparse.products(call.output_mask)
+        super().__init__(call, valid_tokens, per_token, of_gemms(call, gradients), chunks)
         self.dense, self.seed = NONE_DENSE, None
-        if call.sparse.gradient_mode == "unbiased":  # "drop" has no dense classes, whatever time its lists take
+        if call.sparse.gradient_mode == "unbiased":
             self.seed = call.sparse.gradient_seed
             self.dense = empty_dense(call.operands.linear_weight.shape[0], valid_tokens.order)
             if self.sparse_input:
-                self.input_blocks = self.dense.blocks
+                self.gemms.input_blocks = self.dense.blocks
             if self.sparse_weight:
-                self.weight_gradient.blocks = self.dense.blocks
+                self.gemms.weight_gradient.blocks = self.dense.blocks
 
-    def run_span(self, span: slice, chunking: Chunking) -> None:
-        n, self.start, self.chunking = span.stop - span.start, span.start, chunking
+    def run_span(self, span: slice, chunking: Chunking, room: int) -> None:
+        n, self.start = span.stop - span.start, span.start
         order = self.valid_tokens.order
-        self.lists = Lists(order.new_empty(n, self.room, dtype=torch.int64), order.new_empty(n), self.room)
-        self.run_chunks(chunking.chunks)
+        self.lists = Lists(order.new_empty(n, room, dtype=torch.int64), order.new_empty(n), room)
+        self.run(chunking)
         if self.sparse_input:
             self.gather_input(span)
         if self.sparse_weight:
             self.gather_weight(span)
 
-    def exponentiate(self, chunk: slice, rows: Tensor, exponentials: Tensor) -> tuple[Tokens, FinishedRows]:
-        """Also makes the chunk's lists. The gradient GEMMs that follow only see targets of dense classes."""
-        tokens, finished = super().exponentiate(chunk, rows, exponentials)
-        row_sum, num_classes = self.row_sum, exponentials.shape[1]
-        of_rows = matrix_of(exponentials), row_sum, tokens.valid_tokens, self.dense
-        listed = SparseRows(*of_rows, num_classes, self.options.gradient_threshold, self.seed)
+    def make_gradient(self, chunk: slice, valid_tokens: ValidTokens, rows: Tensor) -> ChunkGradient:
+        """Also makes the chunk's lists. The GEMMs of a gradient that has lists only see targets of dense classes."""
+        gradient = super().make_gradient(chunk, valid_tokens, rows)
+        exponentials, finish = gradient.matrix, gradient.finish
+        of_rows = matrix_of(exponentials), self.row_sum, valid_tokens, self.dense
+        listed = SparseRows(*of_rows, exponentials.shape[1], self.options.gradient_threshold, self.seed)
         if chunk.start == 0 and self.dense.number is not None:
             launch_sparse_or_dense(listed, rows.shape[1])
         lists = self.lists.of(slice(chunk.start - self.start, chunk.stop - self.start))
-        of_dense = launch_lists(listed, finished, tokens.column, lists)
-        self.column = tokens.column
-        return tokens._replace(column=of_dense), finished
-
-    @property
-    def scales_rows(self) -> bool:
-        return self.weight_gradient is not None and (self.dense.number is not None or not self.sparse_weight)
-
-    def add_to_weight(self, tokens: Tokens, rows: Tensor, exponentials: Tensor) -> None:
-        tokens = tokens if self.sparse_weight else tokens._replace(column=self.column)
-        super().add_to_weight(tokens, rows, exponentials)
-
-    def write_input(self, chunk: slice, tokens: Tokens, exponentials: Tensor, finished: FinishedRows) -> None:
-        if self.dense.number is not None or not self.sparse_input:
-            tokens = tokens if self.sparse_input else tokens._replace(column=self.column)
-            super().write_input(chunk, tokens, exponentials, finished)
+        of_dense = launch_lists(listed, finish, lists)
+        if self.sparse_weight and gradient.of_targets is not None:
+            gradient = gradient._replace(of_targets=(gradient.of_targets[0], of_dense))
+        return gradient._replace(finish=finish._replace(column=of_dense)) if self.sparse_input else gradient
 
     def gather_input(self, span: slice) -> None:
         """Gathers all chunks in one launch, so the GPU waits for the longest lists only once."""
-        out, table, add = self.grad_input[span], self.operands.linear_weight, self.dense.number is not None
+        out, table, add = self.all_gradients.input[span], self.operands.linear_weight, self.dense.number is not None
         splits = splits_at_most(self.lists, table)
         launch_gather_lists(cut_lists(self.lists, splits), table, out, add=add, columns=TOKEN_COLUMNS, splits=splits)
 
     def gather_weight(self, span: slice) -> None:
-        out, table, add = self.weight_gradient.out, self.operands.input, span.start > 0
+        out, table, add = self.all_gradients.linear_weight, self.operands.input, span.start > 0
         splits, order = splits_at_most(self.lists, table), self.valid_tokens.of(span).order
         lists = launch_class_order(self.lists, out.shape[0], rows=BLOCK_TOKENS, splits=splits, order=order)
         is_dense = self.dense.is_dense
         launch_gather_lists(lists, table, out, add=add, columns=CLASS_COLUMNS, splits=splits, is_dense=is_dense)
+
+
+def of_gemms(call: Call, gradients: Gradients) -> Gradients:
+    """Those that GEMMs make. "drop" has no dense classes, whatever time its lists take."""
+    if call.sparse.gradient_mode == "drop":
+        sparse_input, sparse_weight = call.sparse.products(call.output_mask)
+        input, weight = None if sparse_input else gradients.input, None if sparse_weight else gradients.linear_weight
+        return gradients._replace(input=input, linear_weight=weight)
+    return gradients
 
 
 def run_spans(call: Call, valid_tokens: ValidTokens, per_token: StepTokens, gradients: Gradients) -> list[slice]:
@@ -126,17 +116,16 @@ def run_spans(call: Call, valid_tokens: ValidTokens, per_token: StepTokens, grad
     topk = in_columns(call.operands.target).shape[1]
     room = room_of_row(call.sparse.gradient_threshold, num_classes, topk)
     spans = slices(tokens, span_at_most(tokens, num_classes, room))
-    chunkings = []
+    chunkings, wanted = [], [gradient is not None for gradient in of_gemms(call, gradients)[:3]]
     for span in spans:  # the chunks of a span are in memory beside its lists
         with reserved(list_bytes(span.stop - span.start, room)):
-            problem = problem_of(span.stop - span.start, call.operands.linear_weight, call.output_mask)
-            found = best_chunking(problem)
+            found = best_chunking(problem_of(span.stop - span.start, call.operands.linear_weight, wanted))
         moved = [slice(span.start + chunk.start, span.start + chunk.stop) for chunk in found.chunks]
         chunkings.append(replace(found, chunks=moved))
     chunks = [chunk for chunking in chunkings for chunk in chunking.chunks]
-    step = SparseStep(call, valid_tokens, per_token, gradients, room, chunks)
+    step = SparseStep(call, valid_tokens, per_token, gradients, chunks)
     for span, chunking in zip(spans, chunkings):
-        step.run_span(span, chunking)
+        step.run_span(span, chunking, room)
     return chunks
 
 

@@ -23,10 +23,10 @@ from ...support.integers import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
-from ..gemm.padded_features import with_padded_features
 from ..gemm.tiles import tiles_for
 from ..logits.stored import saved_logits, stored_logits
 from ..logits.stored_tiles import launch_stored_gradient
+from ..rows.copy_rows import with_padded_features
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.gradient_factors import KnownRows, launch_gradient_factors, launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens
@@ -82,7 +82,7 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
     of_step = valid_tokens.order.shape[0], linear_weight, call.output_mask
     chunking = best_chunking(problem_of(*of_step, batch_invariant=call.batch_invariant))
     adds = isinstance(call, BackwardInPlace)
-    gemms = GradientGemms(gradients, input, linear_weight, chunking, call.batch_invariant, adds)
+    gemms = GradientGemms(gradients, input, linear_weight, chunking.chunks, call.batch_invariant, adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse_pair, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     memory = input.new_empty(chunking.chunks[0].stop, padded(num_classes, input.dtype.itemsize))
@@ -105,7 +105,7 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
         launch_set_entries(gradient, at_target.column, entry, here)
         return ChunkGradient(gradient, Finish(None, largest, residual))
 
-    return gemms.run(valid_tokens, make_gradient)
+    return gemms.run(chunking, valid_tokens, make_gradient)
 
 
 def make_again(

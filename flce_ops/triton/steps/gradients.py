@@ -1,7 +1,7 @@
 """Which gradients a step makes, the GEMMs of a chunk's G, and how gradients are finished after all chunks.
 
-for each chunk:     rows = its valid tokens; G              by the step: backward.py, logits/kl_div.py
-                    grad_linear_bias += sum of G over rows                                           column_sums.py
+for each chunk:     rows = its valid tokens; G         by the step: one_pass_step.py, backward.py, logits/kl_div.py
+                    grad_linear_bias += sum of G over rows                                           sums.py
                     grad_linear_weight += G.T @ rows                                             weight_gradient.py
                     grad_input[rows] = G @ linear_weight                                          input_gradient.py
 """
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ...support.integers import cdiv
 from ..gemm.backends import backend_for
-from ..gemm.input_gradient import SUMMED, Finish
-from ..gemm.split_k import products_of_ranges
-from ..gemm.tiles import EVERY_BLOCK, ClassBlocks
-from ..gemm.tma import matrix_of
+from ..gemm.input_gradient import SUMMED, Finish, products_of_ranges
+from ..gemm.tiles import EVERY_BLOCK, ClassBlocks, matrix_of
 from ..rows.after_chunks import LossSum, launch_after_chunks
-from ..rows.column_sums import weighted_column_sum
+from ..rows.sums import weighted_column_sum
+from ..rows.target_rows import launch_target_rows
 from ..rows.valid_tokens import ValidTokens
 from .chunks import MULTIPLE, Chunking, slices
 
@@ -83,60 +82,69 @@ def write_input_gradient(
 
 
 class ChunkGradient(NamedTuple):
-    """What a step makes of a chunk: G, and what the GEMM of grad_input adds to its product."""
+    """What a step makes of a chunk: G, or E with G = c E by rows, where the chunk's tokens are c times themselves."""
 
-    matrix: Tensor  # (n, V)
-    finish: Finish = Finish()
+    matrix: Tensor  # (n, V), G or E
+    finish: Finish = Finish()  # what the GEMM of grad_input adds to its product; c, if the matrix is E
     memory: Tensor | None = None  # flat float32 that products may use
+    bias_factor: Tensor | None = None  # (n,), c for the bias's sum; None for 1
+    # (n, D), what rounding took from the tokens, and (n,) the targets: rows that target_rows.py makes more exact
+    of_targets: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
 class GradientGemms:
-    """The loop over chunks of a step that makes G, and the memory that the chunks share."""
+    """The loop over chunks of every step that makes gradients, and the memory that the chunks share."""
 
     gradients: Gradients
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
-    chunking: Chunking
-    by_ranges: bool  # V is split into ranges for grad_input: split_k.py
+    chunks: list[slice]  # all of the step
+    by_ranges: bool  # V is split into ranges for grad_input: input_gradient.py
     adds: bool = False  # the weight's gradient is added to what its memory holds
 
     def __post_init__(self) -> None:
         grad_input, grad_weight, *_ = self.gradients
         tokens, hidden = self.input.shape
-        most_rows, chunks = self.chunking.chunks[0].stop, len(self.chunking.chunks)
+        most_rows = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
         # gathered tokens are stored in their rows of grad_input, which are written after the tokens' last use
         self.apart = self.input.new_empty(most_rows, hidden) if grad_input is None else None
-        self.weight_gradient = None
+        self.input_blocks, self.weight_gradient = EVERY_BLOCK, None
         if grad_weight is not None:
             made = backend_for(self.input).weight_gradient
-            self.weight_gradient = made(grad_weight, tokens, 1 if self.adds else chunks, self.adds)
+            self.weight_gradient = made(grad_weight, tokens, 1 if self.adds else len(self.chunks), self.adds)
 
     def run(
-        self, valid_tokens: ValidTokens, make: Callable[[slice, ValidTokens, Tensor], ChunkGradient | None]
+        self,
+        chunking: Chunking,  # of all tokens, or of a span of them
+        valid_tokens: ValidTokens,
+        make: Callable[[slice, ValidTokens, Tensor], ChunkGradient | None],
     ) -> list[slice]:
         """`make` gathers the tokens of a chunk into (n, D) memory, and makes G. Returns the chunks."""
-        for chunk in self.chunking.chunks:
+        for chunk in chunking.chunks:
             here, apart = valid_tokens.of(chunk), self.apart
             rows = self.gradients.input[chunk] if apart is None else apart[: chunk.stop - chunk.start]
             gradient = make(chunk, here, rows)
             if gradient is not None:
-                self.multiply(gradient, chunk, here, rows)
-        return self.chunking.chunks
+                self.multiply(gradient, chunk, here, rows, chunking.product_bytes // 4)
+        return chunking.chunks
 
-    def multiply(self, gradient: ChunkGradient, chunk: slice, valid_tokens: ValidTokens, rows: Tensor) -> None:
-        (matrix, finish, memory), grad_input = gradient, self.gradients.input
+    def multiply(
+        self, gradient: ChunkGradient, chunk: slice, valid_tokens: ValidTokens, rows: Tensor, numbers: int
+    ) -> None:
+        (matrix, finish, memory, bias_factor, of_targets), grad_input = gradient, self.gradients.input
         if self.gradients.bias_sum is not None:
-            self.gradients.bias_sum.add_(weighted_column_sum(matrix, None, valid_tokens))
+            self.gradients.bias_sum.add_(weighted_column_sum(matrix, bias_factor, valid_tokens))
         if self.weight_gradient is not None:
             self.weight_gradient.add(matrix, rows, valid_tokens)
+            if of_targets is not None:
+                launch_target_rows(self.weight_gradient.out, matrix, rows, *of_targets, valid_tokens)
         if grad_input is not None:
-            numbers = self.chunking.product_bytes // 4
             if memory is None or memory.shape[0] < numbers:
                 memory = torch.empty(numbers, dtype=torch.float32, device=matrix.device)
             finish = self.gradients.summed(finish, chunk, self.input)
             of_rows = grad_input[chunk], self.linear_weight, matrix, finish, valid_tokens, memory
-            write_input_gradient(*of_rows, by_ranges=self.by_ranges)
+            write_input_gradient(*of_rows, blocks=self.input_blocks, by_ranges=self.by_ranges)
 
 
 def finish_step(

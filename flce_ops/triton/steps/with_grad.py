@@ -19,9 +19,8 @@ from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_wei
 from ...objectives.row import RowObjective
 from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
-from ..gemm.padded_features import with_padded_features
 from ..rows.after_chunks import LossSum
-from ..rows.column_sums import SmoothingTerms
+from ..rows.copy_rows import with_padded_features
 from ..rows.row_numbers import launch_in_order, sum_pairs
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
@@ -91,19 +90,10 @@ def step_over_tokens(
     """Runs the step and returns its chunks."""
     loss, *grads = results
     gradients, chunks = wanted_gradients(grads, call), chunking.chunks
-    objective, smoothing = per_token.objective, None
-    if objective.d_sum is not None:
-        weight, start = call.operands.weight, call.vocab_start
-        if weight is not None:  # of the classes that this rank holds
-            weight = weight.float()[start : start + call.operands.linear_weight.shape[0]]
-        slopes = valid_tokens, per_token.reduction, objective.d_sum, call.logits
-        smoothing = SmoothingTerms(call.operands, weight, *slopes)
     if is_sparse(call):
         chunks = run_spans(call, valid_tokens, per_token, gradients)
     else:
-        OnePassStep(call, valid_tokens, per_token, gradients, chunking, smoothing).run_chunks(chunks)
-    if smoothing is not None and gradients.bias_sum is not None:
-        smoothing.add_to_bias(gradients.bias_sum)
+        OnePassStep(call, valid_tokens, per_token, gradients, chunks).run(chunking)
     loss_sum = LossSum(per_token.losses, per_token.reduction, loss)
     finish_step(grads, gradients, valid_tokens, place, call, loss_sum)
     return chunks
