@@ -120,39 +120,27 @@ def test_mixed_precision_rounds_a_floating_normalizer_and_output_dtype_the_loss(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     tokens, target = make_batches(1, SEQUENCES, device)[0]
     count = torch.tensor(1001, device=device)  # 1000 in bfloat16
-    found = {}
-    for name, head, root in (
-        ("bfloat16", BFLOAT16, BFLOAT16),
-        ("inputs as given", replace(BFLOAT16, cast_forward_inputs=False), replace(BFLOAT16, cast_forward_inputs=False)),
-        ("loss of the head", replace(BFLOAT16, output_dtype=torch.bfloat16), BFLOAT16),
-        ("loss of the root", BFLOAT16, replace(BFLOAT16, output_dtype=torch.bfloat16)),
-    ):
-        for wrapping in ("head alone", "root"):
-            torch.manual_seed(0)
-            model = SmallTransformer().to(device)
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, mp_policy=BFLOAT16)
-            if wrapping == "head alone":
-                fully_shard(model.head, mesh=mesh, mp_policy=head)
-            fully_shard(model, mesh=mesh, mp_policy=root)
-            loss = model(tokens, target, count)
-            loss.backward()
-            gradients = full_parameters(model, "grad")
-            found[name, wrapping] = loss, model(tokens, target, count.float()), gradients
-    for wrapping in ("head alone", "root"):
-        exact, rounded, gradients = found["bfloat16", wrapping]
-        assert exact.dtype == torch.float32
-        torch.testing.assert_close(rounded / exact, torch.tensor(1.001, device=device), rtol=1e-6, atol=0)
-        same, as_given, _ = found["inputs as given", wrapping]
-        torch.testing.assert_close((same, as_given), (exact, exact), rtol=1e-6, atol=0)
-        for place in ("head", "root"):
-            loss, _, others = found[f"loss of the {place}", wrapping]
-            if (place, wrapping) == ("head", "root"):  # the root owns the head
-                torch.testing.assert_close(loss, exact, rtol=1e-6, atol=0)
-                continue
-            assert loss.dtype == torch.bfloat16 and loss == exact.bfloat16() and loss != exact
-            for parameter, gradient in gradients.items():
-                torch.testing.assert_close(others[parameter], gradient, rtol=1e-3, atol=1e-5)
+
+    def trained(of_head, of_root):
+        """The loss, that of a floating count, and gradients."""
+        torch.manual_seed(0)
+        model = SmallTransformer().to(device)
+        for layer, options in ((model.blocks[0], {}), (model.blocks[1], {}), (model.head, of_head), (model, of_root)):
+            fully_shard(layer, mesh=mesh, mp_policy=replace(BFLOAT16, **options))
+        loss = model(tokens, target, count)
+        loss.backward()
+        gradients = full_parameters(model, "grad")
+        return loss, model(tokens, target, count.float()), gradients
+
+    exact, rounded, gradients = trained({}, {})
+    assert exact.dtype == torch.float32
+    torch.testing.assert_close(rounded / exact, torch.tensor(1.001, device=device), rtol=1e-6, atol=0)
+    for loss in trained({"cast_forward_inputs": False}, {"cast_forward_inputs": False})[:2]:
+        torch.testing.assert_close(loss, exact, rtol=1e-6, atol=0)
+    for policies in (({"output_dtype": torch.bfloat16}, {}), ({}, {"output_dtype": torch.bfloat16})):
+        loss, _, of_rounded = trained(*policies)
+        assert loss.dtype == torch.bfloat16 and loss == exact.bfloat16() and loss != exact
+        torch.testing.assert_close(of_rounded, gradients, rtol=1e-3, atol=1e-5)
 
 
 @in_worlds(worlds(2))

@@ -17,21 +17,20 @@ from against_one_process import (
     SEQUENCES,
     STEPS,
     TOLERANCE,
+    compile_modules,
     full_parameters,
     model_and_reference,
     optimizer_of,
     reference_losses,
 )
-from in_worlds import in_worlds
-from process_pool import worlds
+from process_pool import run_in_world, worlds
 from small_transformer import make_batches
 from test_tensor_parallel_training import tensor_parallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-MICRO_BATCHES = 2
 SHAPES = {  # pp, dp, cp, tp
     "pp x dp": (2, 2, 1, 1),
     "pp x cp": (2, 1, 2, 1),
@@ -60,10 +59,21 @@ class Stage(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-@in_worlds(worlds(4))
+@pytest.mark.parametrize("world", worlds(4))
 @pytest.mark.parametrize("dimensions", SHAPES)
-def test_four_dimensions_train_as_one_process(device, dimensions):
-    mesh = init_device_mesh(device.type, SHAPES[dimensions], mesh_dim_names=("pp", "dp", "cp", "tp"))
+def test_four_dimensions_train_as_one_process(world, dimensions):
+    run_in_world(world, trains_as_one_process, SHAPES[dimensions], Schedule1F1B)
+
+
+@pytest.mark.parametrize("world", worlds(2))
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_pipeline_trains_as_one_process(world, schedule, compiled):
+    run_in_world(world, trains_as_one_process, (2, 1, 1, 1), schedule, compiled)
+
+
+def trains_as_one_process(device, shape, schedule, compiled=False):
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
     size = dict(zip(mesh.mesh_dim_names, mesh.shape))
     rank = {name: mesh.get_local_rank(name) for name in size}
     first, last = rank["pp"] == 0, rank["pp"] == size["pp"] - 1
@@ -72,8 +82,11 @@ def test_four_dimensions_train_as_one_process(device, dimensions):
     if size["tp"] > 1:
         tensor_parallel(model, mesh["tp"], sequence_parallel=True)
     part = Stage(model, first, last)
-    for layer in (*part.blocks, part.head, part):
-        if layer is not None:
+    layers = [*part.blocks, part.head] if last else [*part.blocks]
+    if compiled:
+        compile_modules(*layers)
+    if data.size() > 1:
+        for layer in (*layers, part):
             fully_shard(layer, mesh=data)
     stage = PipelineStage(part, rank["pp"], size["pp"], device, group=mesh.get_group("pp"))
     normalizer = torch.zeros((), device=device)
@@ -81,7 +94,7 @@ def test_four_dimensions_train_as_one_process(device, dimensions):
     def loss_of_micro_batch(hidden, target):
         return part.head(hidden, target, normalizer=normalizer)
 
-    schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of_micro_batch, scale_grads=False)
+    runner = schedule(stage, n_microbatches=2, loss_fn=loss_of_micro_batch, scale_grads=False)
     optimizer, batches = optimizer_of(part), make_batches(STEPS, SEQUENCES, device)
     losses = []
     for tokens, target in batches:
@@ -89,7 +102,7 @@ def test_four_dimensions_train_as_one_process(device, dimensions):
         for name, dim in (("dp", 0), ("cp", 1)):
             tokens, target = (of.chunk(size[name], dim)[rank[name]] for of in (tokens, target))
         found: list[torch.Tensor] = []
-        schedule.step(*([tokens] if first else []), **({"target": target, "losses": found} if last else {}))
+        runner.step(*([tokens] if first else []), **({"target": target, "losses": found} if last else {}))
         optimizer.step()
         optimizer.zero_grad()
         if last:

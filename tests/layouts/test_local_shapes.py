@@ -33,24 +33,15 @@ def with_one_more(tensor, dim):
     return from_local(torch.cat([local, torch.zeros_like(local.sum(dim, keepdim=True))], dim), tensor)
 
 
+HEAD = ("input", "linear_weight", "target")
+BIAS, OTHERS = ("linear_bias",), ("token_weight", "linear_bias")
+POLICY = ("advantages", "old_log_probs", "ref_log_probs")
 CALLS = {  # positional arguments by name, further tensors by name, options
-    "linear_cross_entropy": (
-        ("input", "linear_weight", "target", "linear_bias"),
-        ("weight", "token_weight"),
-        {},
-    ),
-    "linear_log_probs": (("input", "linear_weight", "target", "linear_bias"), (), {}),
-    "linear_token_loss": (("input", "linear_weight", "target"), ("token_weight", "linear_bias"), {}),
-    "linear_policy_loss": (
-        ("input", "linear_weight", "target", "advantages", "old_log_probs", "ref_log_probs"),
-        ("token_weight", "linear_bias"),
-        {"beta": 0.1},
-    ),
-    "linear_kl_div": (
-        ("input", "linear_weight", "teacher_input", "teacher_weight"),
-        ("target", "token_weight", "linear_bias", "teacher_bias"),
-        {},
-    ),
+    "linear_cross_entropy": (HEAD + BIAS, ("weight", "token_weight"), {}),
+    "linear_log_probs": (HEAD + BIAS, (), {}),
+    "linear_token_loss": (HEAD, OTHERS, {}),
+    "linear_policy_loss": (HEAD + POLICY, OTHERS, {"beta": 0.1}),
+    "linear_kl_div": (HEAD[:2] + ("teacher_input", "teacher_weight"), ("target", "teacher_bias", *OTHERS), {}),
     "cross_entropy": (("logits", "target"), ("weight", "token_weight"), {}),
 }
 LAYOUTS = {"tokens": (Shard(1), R), "sequences": (Shard(0), R), "vocabulary": (R, Shard(0)), "nothing": (R, R)}
@@ -68,7 +59,7 @@ def test_a_local_tensor_of_another_shape_than_its_placements_give_is_refused(dev
     logits = distribute_tensor(torch.randn(B, T, V, device=device), mesh, [Shard(2) if rows.is_shard() else tokens])
     given |= {"logits": logits, "teacher_input": given["input"].detach()}
     given |= {"teacher_weight": given["linear_weight"].detach(), "teacher_bias": given["linear_bias"].detach()}
-    given |= dict.fromkeys(("advantages", "old_log_probs", "ref_log_probs"), given["token_weight"].detach())
+    given |= dict.fromkeys(POLICY, given["token_weight"].detach())
 
     def call(**changed):
         arguments = given | changed

@@ -1,4 +1,4 @@
-"""Training with a sharded vocabulary equals training in one process: tensor parallelism, FSDP2, pipelines."""
+"""Training with a sharded vocabulary equals training in one process: tensor parallelism, FSDP2."""
 
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 
@@ -20,12 +20,9 @@ from against_one_process import (
     shard_with_fsdp2,
 )
 from in_worlds import in_worlds
-from process_pool import run_in_world, worlds
+from process_pool import worlds
 from small_transformer import DIM, VOCAB, SmallTransformer, make_batches
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -213,86 +210,3 @@ def train_data_parallel(model, batches, groups, micro_batches: int = 1) -> list[
             dist.all_reduce(total, group=group)
         losses.append(total.item() / ranks)
     return losses
-
-
-# ---------------------------------------------------------------- pipelining
-
-
-@pytest.mark.parametrize("world", worlds(2))
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_last_pipeline_stage_trains_as_one_process(world, schedule, compiled):
-    run_in_world(world, pipelined, schedule, compiled=compiled)
-
-
-@pytest.mark.parametrize("world", worlds(4))
-@pytest.mark.parametrize("inner", ["dp", "tp"])
-def test_last_pipeline_stage_may_be_sharded(world, inner):
-    run_in_world(world, pipelined, ScheduleGPipe, inner=inner)
-
-
-class FirstStage(nn.Module):
-    def __init__(self, model: SmallTransformer) -> None:
-        super().__init__()
-        self.embed, self.block = model.embed, model.blocks[0]
-
-    def forward(self, tokens):
-        return self.block(self.embed(tokens))
-
-
-class LastStage(nn.Module):
-    def __init__(self, model: SmallTransformer) -> None:
-        super().__init__()
-        self.block, self.norm, self.head = model.blocks[1], model.norm, model.head
-
-    def forward(self, x):
-        return self.norm(self.block(x))
-
-
-def pipelined(device, schedule, *, compiled=False, inner=None):
-    """Two stages. With `inner`, each has two processes, which share the tokens (FSDP2) or the head's vocabulary."""
-    names = ("pp",) if inner is None else ("pp", inner)
-    mesh = init_device_mesh(device.type, (2,) * len(names), mesh_dim_names=names)
-    last = mesh["pp"].get_local_rank() == 1
-    stage_of = LastStage if last else FirstStage
-    model, reference = model_and_reference(device)
-    part = stage_of(model)
-    if compiled:
-        compile_modules(*(part.head, part.block) if last else (part.block,))
-    if inner == "tp" and last:
-        parallelize_module(part, mesh["tp"], {"head": flce_ops.VocabParallel()})
-    shares, share = 1, 0
-    if inner == "dp":
-        shares, share = 2, mesh["dp"].get_local_rank()
-        if last:
-            fully_shard(part.head, mesh=mesh["dp"])
-        fully_shard(part, mesh=mesh["dp"])
-    stage = PipelineStage(part, mesh["pp"].get_local_rank(), 2, device, group=mesh["pp"].get_group())
-    normalizer = torch.zeros((), device=device)
-
-    def loss_of_micro_batch(hidden, target):
-        return part.head(hidden, target, normalizer=normalizer)
-
-    runner = schedule(stage, n_microbatches=4, loss_fn=loss_of_micro_batch, scale_grads=False)
-    optimizer = optimizer_of(part)
-    batches = make_batches(STEPS, SEQUENCES, device)
-    losses = []
-    for tokens, target in batches:
-        normalizer.copy_((target != -100).sum() / shares)
-        micro_batch_losses: list[torch.Tensor] = []
-        if last:
-            runner.step(target=target.chunk(shares)[share], losses=micro_batch_losses)
-            total = sum(loss.detach() for loss in micro_batch_losses) / shares
-            if inner == "dp":
-                dist.all_reduce(total, group=mesh["dp"].get_group())
-            losses.append(total.item())
-        else:
-            runner.step(tokens.chunk(shares)[share])
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = reference_losses(reference, batches)
-    exact = dict(stage_of(reference).named_parameters())
-    for name, parameter in full_parameters(part).items():
-        torch.testing.assert_close(parameter, exact[name].detach(), rtol=TOLERANCE, atol=TOLERANCE, msg=name)
-    if last:
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=TOLERANCE, atol=TOLERANCE)
