@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .support.integers import cdiv
+from .support.sizes import cdiv
 from .support.workspace import get_retained, get_workspace, least_rows
 
 # N tokens, D hidden, V vocabulary (of one GPU)

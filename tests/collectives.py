@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flce_ops.meta.arguments import WithGrad
-from flce_ops.ops.registration import kernel
+from flce_ops.ops import kernel
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 

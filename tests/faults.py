@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import flce_ops
 from flce_ops.ops import paths
 from flce_ops.support import workspace
-from flce_ops.support.holes import running
+from flce_ops.support.refusals import running
 
 PACKAGE = os.path.dirname(flce_ops.__file__) + os.sep
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from ..math.options import accumulation_dtype
 from ..math.sparse_gradient import keep_entries
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
-from ..support.integers import cdiv
+from ..support.sizes import cdiv
 from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
 from . import chunks
+from .chunks import RowsByChunk
 from .logits import activate, activate_with_slope
-from .valid_tokens import RowsByChunk
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 

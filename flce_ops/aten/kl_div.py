@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ..math.options import KlDivOperands, KlDivOptions, accumulation_dtype
-from ..math.shards import all_gather, all_reduce, log_denominator, shard_rows
+from ..math.statistics import all_gather, all_reduce, log_denominator, shard_rows
+from ..meta import allocate
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
-from ..meta.outputs import allocate
 from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
-from ..support.integers import cdiv
+from ..support.sizes import cdiv
 from . import chunks
+from .chunks import kernel_of
 from .gradients import accumulator_of, rows_beside_gradients, run_blocks
 from .logits import activate, finite_maximum, shift_rows
-from .valid_tokens import kernel_of
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
 

@@ -6,7 +6,7 @@ not fit.
     Shard(0)        any          the vocabulary               Replicate             Partial    Shard(0)
     Replicate       otherwise    nothing                      Replicate             Replicate  Replicate
 
-Layout implements one_rank.py's protocol for DTensors: it returns local tensors, and turns results into DTensors.
+Layout implements OneRank's protocol for DTensors: it returns local tensors, and turns results into DTensors.
 
 A gradient gets the placement of its argument: Partial -> Replicate takes one all_reduce, Partial -> Shard(k) (sequence
 parallelism) one reduce_scatter. A replicated weight's Partial gradient stays Partial, as F.linear's does.
@@ -21,15 +21,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..math.reduction import accuracy_of, count_right_and_valid, target_is_argmax
-from ..math.shards import shards_of_classes
 from ..math.sparse_gradient import SparseGradient
+from ..math.statistics import shards_of_classes
+from ..math.weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
 from ..meta.checks import check_dense
-from ..support.holes import refuse_hole
-from ..support.integers import cdiv
-from ..support.symbolic import SYMBOLIC
+from ..support.refusals import refuse_hole
+from ..support.sizes import SYMBOLIC, cdiv
+from . import OneRank
 from .local import SumOverRanks, globalize, localize
-from .one_rank import OneRank
 
 # N tokens of this rank, K classes of a target, V vocabulary, v of them on this rank, D hidden
 
@@ -133,7 +132,7 @@ class Layout(OneRank):
         return tensor.redistribute(self.mesh, self.tokens) if isinstance(tensor, DTensor) else tensor
 
     def sum_over_tokens(self, part: Tensor) -> Tensor:
-        """The sum of the parts of all ranks, such as a mean's denominator (denominator_of in entry/loss.py)."""
+        """The sum of the parts of all ranks, such as a mean's denominator (math/weights_and_denominator.py)."""
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:

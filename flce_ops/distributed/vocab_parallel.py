@@ -36,16 +36,22 @@ from torch.nn.functional import pad
 
 from ..aten.logits import activate_with_slope
 from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype, changed, in_columns
-from ..math.reduction import Reduction
-from ..math.shards import argmax_of_shards, class_weights_of_shards, log_shares, logit_sum_of_shards
-from ..math.statistics import Rows, asked_of_rows, statistics_of_shards
+from ..math.statistics import (
+    Rows,
+    argmax_of_shards,
+    asked_of_rows,
+    class_weights_of_shards,
+    log_shares,
+    logit_sum_of_shards,
+    statistics_of_shards,
+)
+from ..math.weights_and_denominator import Reduction
 from ..meta.arguments import Forward, LogitsForward, WithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
-from ..ops.call_facts import gradients_wanted, sharding_of
 from ..ops.function import OPERANDS
 from ..ops.made_in_forward import MadeInForward
-from ..ops.paths import gradients_in_the_same_pass
+from ..ops.paths import gradients_in_the_same_pass, gradients_wanted, sharding_of
 
 # N tokens of this rank, D hidden, V vocabulary, v of them on this rank, R ranks that share the vocabulary
 

@@ -1,22 +1,11 @@
-"""The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors.
+"""The entry operators: from the user's arguments to the inner operators, for plain tensors and DTensors. This file
+registers them.
 
-schemas.py             their arguments
-arguments.py           checks the arguments, naming them in errors
-hints.py               the likely mistake behind a wrong name, type or shape
-refusals.py            the combinations that are not implemented
-loss.py                how a loss is computed, for every objective, for plain tensors and DTensors
-
-cross_entropy.py       a head
-logits.py              given logits
-log_probs.py           log-probabilities and other results of a row
-token_loss.py          functions of one token, and policy losses, which are such functions
-kl_div.py              divergences from a teacher; targets that are class probabilities
-positions.py           K-dimensional losses: a head for each position
-
-metrics.py             return_metrics by name
-class_order.py         the user's order of classes, for a sparse gradient
-learnt_scale.py        a scale that is a tensor, and may get a gradient
-shifted_target.py      unshifted labels, whose targets are the next ones
+arguments.py    checks the arguments, naming them in errors
+rewrites.py     arguments that become other arguments: shift, K-dimensional losses, an order of classes, a tensor scale
+loss.py         how a loss is computed, for every objective, for plain tensors and DTensors
+bodies.py       cross-entropy of a head and of given logits, log-probabilities, functions of one token, policies
+kl_div.py       divergences from a teacher; targets that are class probabilities
 """
 
 import sys
@@ -27,34 +16,52 @@ from typing import Any
 import torch
 
 from .. import ops as inner_operators  # noqa: F401, registers them
+from ..meta.arguments import (
+    CrossEntropy,
+    CrossEntropyMetrics,
+    KlDiv,
+    LogitsCrossEntropy,
+    LogitsCrossEntropyInPlace,
+    LogProbs,
+    PolicyLoss,
+    TokenLoss,
+)
 from ..meta.call import Arguments
-from ..ops.autocast import cast_operands, has_autocast
-from ..ops.registration import library
-from ..support.holes import refuse_hole, running
-from . import cross_entropy, kl_div, log_probs, logits, schemas, token_loss
+from ..ops import cast_operands, has_autocast, library
+from ..support.refusals import refuse_hole, running
+from . import kl_div
+from .bodies import (
+    cross_entropy,
+    cross_entropy_metrics,
+    log_probs,
+    logits_cross_entropy,
+    logits_metrics,
+    policy_loss,
+    token_loss,
+)
 
 METRICS = "(Tensor loss, Tensor token_accuracy, Tensor argmax)"  # of given logits
 ENTRIES: dict[str, tuple[type[Arguments], str, Callable]] = {
-    "linear_cross_entropy": (schemas.CrossEntropy, "Tensor", cross_entropy.composite),
+    "linear_cross_entropy": (CrossEntropy, "Tensor", cross_entropy),
     "linear_cross_entropy_metrics": (
-        schemas.CrossEntropyMetrics,
+        CrossEntropyMetrics,
         "(Tensor loss, Tensor token_accuracy, Tensor is_top1, Tensor argmax, Tensor lse, Tensor entropy, "
         "Tensor log_sum_sq_probs, Tensor mean_logit)",
-        cross_entropy.composite_metrics,
+        cross_entropy_metrics,
     ),
     "linear_log_probs": (
-        schemas.LogProbs,
+        LogProbs,
         "(Tensor log_probs, Tensor lse, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logit, "
         "Tensor tail_log_prob)",
-        log_probs.composite,
+        log_probs,
     ),
-    "linear_kl_div": (schemas.KlDiv, "Tensor", kl_div.composite),
-    "linear_token_loss": (schemas.TokenLoss, "(Tensor loss, Tensor log_probs)", token_loss.composite),
-    "linear_policy_loss": (schemas.PolicyLoss, "(Tensor loss, Tensor log_probs)", token_loss.composite_policy),
-    "cross_entropy": (schemas.LogitsCrossEntropy, "Tensor", partial(logits.composite, handed_over=False)),
-    "cross_entropy_metrics": (schemas.LogitsCrossEntropy, METRICS, partial(logits.metrics, handed_over=False)),
-    "cross_entropy_": (schemas.LogitsCrossEntropyInPlace, "Tensor", partial(logits.composite, handed_over=True)),
-    "cross_entropy_metrics_": (schemas.LogitsCrossEntropyInPlace, METRICS, partial(logits.metrics, handed_over=True)),
+    "linear_kl_div": (KlDiv, "Tensor", kl_div.composite),
+    "linear_token_loss": (TokenLoss, "(Tensor loss, Tensor log_probs)", token_loss),
+    "linear_policy_loss": (PolicyLoss, "(Tensor loss, Tensor log_probs)", policy_loss),
+    "cross_entropy": (LogitsCrossEntropy, "Tensor", partial(logits_cross_entropy, handed_over=False)),
+    "cross_entropy_metrics": (LogitsCrossEntropy, METRICS, partial(logits_metrics, handed_over=False)),
+    "cross_entropy_": (LogitsCrossEntropyInPlace, "Tensor", partial(logits_cross_entropy, handed_over=True)),
+    "cross_entropy_metrics_": (LogitsCrossEntropyInPlace, METRICS, partial(logits_metrics, handed_over=True)),
 }
 
 

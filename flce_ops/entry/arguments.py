@@ -14,13 +14,12 @@ from ..math import options
 from ..math.options import TEACHER, KlDivOperands, Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
+from ..meta.arguments import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
 from ..objectives import cross_entropy, divergence, policy, token_function
-from ..support.holes import refuse_hole
-from ..support.symbolic import SYMBOLIC, known_only_when_it_runs, same_shape
+from ..support.refusals import hint_of_target, refuse_hole
+from ..support.sizes import SYMBOLIC, known_only_when_it_runs, same_shape
 from ..support.torch_private import check_value
-from .hints import hint_of_target
-from .refusals import wants_gradient
-from .schemas import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
+from .loss import wants_gradient
 
 OP = "linear_cross_entropy"
 RANGES = options.RANGES | cross_entropy.RANGES | policy.RANGES

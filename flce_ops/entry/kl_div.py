@@ -1,24 +1,22 @@
 """The body of the entry operator flce::linear_kl_div. It flattens the tokens, chooses the path, and reduces the N
 divergences in ATen. The same operators compute the loss of class probabilities.
 
-If the vocabulary is sharded, ranks exchange O(N) numbers inside the operators (flce_ops/math/shards.py). Logits and
+If the vocabulary is sharded, ranks exchange O(N) numbers inside the operators (flce_ops/math/statistics.py). Logits and
 weights do not move. The teacher's weight is sharded as the student's is.
 """
 
 import torch
 from torch import Tensor
 
-from ..distributed.one_rank import OneRank
+from ..distributed import OneRank
 from ..math.options import KlDivOperands, KlDivOptions, LogitNumbers, Number, accumulation_dtype, logit_options, scalar
-from ..math.reduction import mean_denominator, row_factor, weighted_sum
-from ..meta.arguments import KlDivForward, KlDivWithGrad
+from ..math.weights_and_denominator import mean_denominator, row_factor, weighted_sum, weightless
+from ..meta.arguments import CrossEntropy, KlDiv, KlDivForward, KlDivWithGrad
 from ..objectives.divergence import KINDS, smoothed_and_weighted
-from ..ops.call_facts import gradients_wanted, loss_facts, needs_gradient
-from ..ops.paths import path_of_loss
-from ..support.symbolic import known_only_when_it_runs
+from ..ops.paths import gradients_wanted, loss_facts, needs_gradient, path_of_loss
+from ..support.sizes import known_only_when_it_runs
 from .arguments import FROM_DATA, check_arguments, check_divergence, check_ranges
-from .loss import layout_of_call, weightless
-from .schemas import CrossEntropy, KlDiv
+from .loss import layout_of_call
 
 # N tokens, D and E hidden sizes of student and teacher, V vocabulary
 

@@ -14,21 +14,14 @@ The numbers of rows come from a forward operator:
     a head             linear_cross_entropy_forward        logits are computed and discarded
     given logits       cross_entropy_forward               logits are read
     a shared vocabulary                                    the first on each rank, one exchange: vocab_parallel.py
-
-Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
-which depend on the target alone. There are three cases in which they are not treated as ignored: token_weight gets a
-gradient, which is made of their losses; metrics are wanted; or the denominator is 0 or nan, so that no weight divided
-by it is 0.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from ..distributed.one_rank import OneRank
+from ..distributed import OneRank, any_dtensor
 from ..distributed.vocab_parallel import vocab_parallel_rows
 from ..math.options import (
     LogitOperands,
@@ -42,16 +35,24 @@ from ..math.options import (
     logit_options,
     scalar,
 )
-from ..math.reduction import Reduction, mean_denominator, nan_for_nothing, row_factor, weighted_sum
 from ..math.statistics import Rows, asked_of_rows
-from ..meta.arguments import Forward, LogitsForward
+from ..math.weights_and_denominator import Reduction, denominator_of, row_factor, weighted_sum, without_weightless
+from ..meta.arguments import (
+    CrossEntropy,
+    CrossEntropyMetrics,
+    Forward,
+    LogitsCrossEntropy,
+    LogitsForward,
+    LogProbs,
+    PolicyLoss,
+    TokenLoss,
+)
 from ..meta.call import Arguments
 from ..objectives.cross_entropy import LossOptions, loss_options, losses_of_rows
-from ..ops.call_facts import needs_gradient
-from ..support.symbolic import SYMBOLIC
-from ..support.torch_private import differentiated
-from .refusals import features_of, refuse
-from .schemas import CrossEntropy, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
+from ..ops.paths import gradients_wanted, needs_gradient
+from ..support.refusals import refuse
+from ..support.sizes import SYMBOLIC
+from ..support.torch_private import differentiated, functorch_is_active
 
 # N tokens, V vocabulary
 
@@ -62,7 +63,40 @@ Found = Sequence[Tensor | None]  # (N,) each, the other requested results
 # Returns losses (N,), 0 for ignored tokens.
 FromForward = Callable[[TokenLosses], tuple[Tensor, Found]]
 # Returns the loss () with its gradients, and the losses.
-WithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
+FromWithGrad = Callable[[TokenLosses, Reduction], tuple[Tensor, Tensor, Found]]
+
+
+def wants_gradient(call: Any) -> bool:
+    return any(gradients_wanted(call))
+
+
+# present if the argument is given
+GIVEN = ("target_weight", "teacher_probs", "main_grad", "gradient_class_order")
+
+
+def features_of(call: Any) -> set[str]:
+    """The features that follow from the arguments alone. "sharded vocabulary" depends on the layout: the caller adds
+    it.
+    """
+    values = vars(call)
+    found = {name for name in GIVEN if values.get(name) is not None}
+    if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
+        found.add("DTensors")
+    if functorch_is_active():
+        found.add("torch.func")
+    if isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2:
+        found.add("positions")
+    if isinstance(call, CrossEntropy) and call.target.is_floating_point():
+        found.add("class probabilities")
+    if isinstance(call, CrossEntropyMetrics) and any(call.statistics):
+        found |= {"metrics", "argmax"} if call.statistics.argmax else {"metrics"}
+    if "sparse" in values and call.sparse.gradient_threshold and wants_gradient(call):
+        found.add("sparse gradient")
+    if values.get("learnt_scale") is not None and needs_gradient(values["learnt_scale"]):
+        found.add("learnt scale")
+    if values.get("batch_invariant"):
+        found |= {"batch_invariant", "a CPU"} if call.input.device.type == "cpu" else {"batch_invariant"}
+    return found
 
 
 def layout_of_call(op: str, call: Arguments) -> OneRank:
@@ -130,7 +164,7 @@ def loss_of_tokens(
     call: Call,
     problem: TokenLosses,
     from_forward: FromForward,
-    with_grad: WithGrad | None,  # None if backward makes the gradients, or none are wanted
+    with_grad: FromWithGrad | None,  # None if backward makes the gradients, or none are wanted
 ) -> tuple[Tensor, Found]:
     """Returns the loss, () or (...), and the other requested results, (...)."""
     operands, scalar_loss = problem.operands, call.reduction != "none"
@@ -178,38 +212,3 @@ def reduction_in_operator(layout: OneRank, call: Call, problem: TokenLosses) -> 
         return Reduction(None, scalar(1.0, input) * call.normalizer)
     denominator = denominator_of(layout, call, problem)
     return Reduction(None, scalar(1.0, input) if denominator is None else denominator)
-
-
-def denominator_of(layout: OneRank, call: Call, problem: TokenLosses) -> Tensor | None:  # ()
-    """The denominator, over the tokens of all ranks."""
-    dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
-    if call.normalizer is not None:
-        return cast(Tensor, layout.number(call.normalizer)).to(dtype)
-    weight = problem.denominator_weight
-    denominator = mean_denominator(call.reduction, None, problem.valid, dtype, target, weight)
-    if denominator is None:
-        return None
-    denominator = layout.sum_over_tokens(denominator)
-    return denominator if weight is None else nan_for_nothing(denominator)
-
-
-def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool; None if none is marked
-    """Tokens whose factor is 0. `factor` (N,) multiplies the losses: token_weight divided by the denominator."""
-    if token_weight is None or differentiated(token_weight):
-        return None
-    return factor.detach() == 0.0
-
-
-def without_weightless(
-    layout: OneRank, problem: TokenLosses, token_weight: Tensor | None, factor: Tensor
-) -> TokenLosses:
-    """`problem` with ignore_index as the target of tokens of weight 0. Targets out of range are kept, so that the
-    operator refuses them.
-    """
-    out = None if any(problem.statistics) else weightless(token_weight, factor)
-    if out is None:
-        return problem
-    target = problem.operands.target
-    out = beside_topk(out, target)
-    target = torch.where(out & (target >= 0) & (target < layout.num_classes), problem.ignore_index, target)
-    return replace(problem, operands=problem.operands._replace(target=target))

@@ -3,21 +3,24 @@ operator.
 
 linear_cross_entropy -> torch.ops.flce.linear_cross_entropy -> its body: flce_ops/entry/
 
-loss.py         linear_cross_entropy
-log_probs.py    linear_log_probs
-kl_div.py       linear_kl_div
-policy.py       linear_policy_loss
-token_loss.py   linear_token_loss
-logits.py       cross_entropy of given logits
-public.py       makes a public function from its signature: checks types by name, and calls its operator
+cross_entropy_loss.py    linear_cross_entropy; cross_entropy of given logits
+log_probs.py             linear_log_probs; linear_token_loss and linear_policy_loss, functions of a log-probability
+kl_div.py                linear_kl_div
+public.py                makes a public function from its signature: checks types by name, and calls its operator
 """
 
-from .kl_div import linear_kl_div as linear_kl_div
-from .log_probs import LinearLogProbs as LinearLogProbs
-from .log_probs import linear_log_probs as linear_log_probs
-from .logits import cross_entropy as cross_entropy
-from .loss import LinearCrossEntropyMetrics as LinearCrossEntropyMetrics
-from .loss import linear_cross_entropy as linear_cross_entropy
-from .policy import LinearPolicyResult as LinearPolicyResult
-from .policy import linear_policy_loss as linear_policy_loss
-from .token_loss import linear_token_loss as linear_token_loss
+from .cross_entropy_loss import LinearCrossEntropyMetrics, cross_entropy, linear_cross_entropy
+from .kl_div import linear_kl_div
+from .log_probs import LinearLogProbs, LinearPolicyResult, linear_log_probs, linear_policy_loss, linear_token_loss
+
+__all__ = [
+    "LinearCrossEntropyMetrics",
+    "LinearLogProbs",
+    "LinearPolicyResult",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_kl_div",
+    "linear_log_probs",
+    "linear_policy_loss",
+    "linear_token_loss",
+]

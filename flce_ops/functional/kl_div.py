@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..distributed.one_rank import any_dtensor
+from ..distributed import any_dtensor
 from ..entry.arguments import ReductionName
 from ..entry.kl_div import OP
 from ..meta.checks import check_dense, check_per_class
 from ..objectives.divergence import Kind
-from ..support.holes import refuse_hole
+from ..support.refusals import refuse_hole
 from .public import call_entry, public
 
 # N tokens, D and E hidden, V vocabulary (padding included)

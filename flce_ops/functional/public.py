@@ -22,11 +22,9 @@ from torch import SymFloat, SymInt, Tensor
 from .._ops import ops
 from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
-from ..entry.hints import hint_of_type, refuse_class_weight, refuse_name
-from ..entry.learnt_scale import with_learnt_scale
-from ..entry.shifted_target import shifted_target
+from ..entry.rewrites import shifted_target, with_learnt_scale
 from ..math.options import number_tensor
-from ..support.holes import refuse_hole
+from ..support.refusals import hint_of_type, refuse_class_weight, refuse_hole, refuse_name
 from ..support.torch_private import profiler_is_on
 
 Function = TypeVar("Function", bound=Callable)

@@ -20,8 +20,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ..support.holes import running
-from ..support.symbolic import SYMBOLIC, finite_in, known_only_when_it_runs
+from ..support.refusals import running
+from ..support.sizes import SYMBOLIC, finite_in, known_only_when_it_runs
 from .sparse_gradient import SparseGradient
 
 # N tokens, K classes, D and E hidden of student and teacher, V vocabulary (if it is sharded, a rank's part)

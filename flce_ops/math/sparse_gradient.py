@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..support.integers import cdiv
+from ..support.sizes import cdiv
 
 # N tokens, n rows, V vocabulary, T tiles along it
 

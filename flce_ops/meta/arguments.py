@@ -1,4 +1,6 @@
-"""The arguments and results of each inner operator, declared once, as the fields of a class (call.py)."""
+"""The arguments of the entry operators, which are those of the public functions, with each number as a Scalar; then the
+arguments and results of the inner operators. Each is declared once, as the fields of a class (call.py).
+"""
 
 from operator import attrgetter
 from typing import Annotated
@@ -6,11 +8,141 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, KlDivOperands, KlDivOptions, LogitOperands, LogitOptions, Operands, Statistics
-from ..math.reduction import Reduction
+from ..math.options import (
+    Cotangents,
+    KlDivOperands,
+    KlDivOptions,
+    LogitNumbers,
+    LogitOperands,
+    LogitOptions,
+    Operands,
+    OptionalScalar,
+    Scalar,
+    Statistics,
+)
 from ..math.sparse_gradient import SparseGradient
-from ..objectives.cross_entropy import LossOptions
+from ..math.weights_and_denominator import Reduction
+from ..objectives.cross_entropy import LossNumbers, LossOptions
+from ..objectives.policy import PolicyNumbers, PolicyTokens
 from .call import Arguments, Result, class_index, gradients, lse_pair, scalar, token, topk
+
+# N tokens, K classes of a target, D hidden size (E of a teacher), V vocabulary
+
+
+class CrossEntropy(Arguments, keyword_from="weight"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...), or (..., K)
+    linear_bias: Tensor | None = None  # (V,)
+    weight: Tensor | None = None  # (V,)
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LossNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+    target_weight: Tensor | None = None  # (..., K)
+    main_grad: Tensor | None = None  # (V, D)
+    sparse: SparseGradient
+    gradient_class_order: Tensor | None = None  # (V,)
+    batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # (), in place of the number logit_scale
+
+
+class CrossEntropyMetrics(CrossEntropy, keyword_from="weight"):
+    statistics: Statistics
+
+
+class LogitsCrossEntropy(Arguments, keyword_from="weight"):
+    logits: Tensor  # (..., V)
+    target: Tensor  # (...)
+    weight: Tensor | None = None  # (V,)
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LossNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+
+
+class LogitsCrossEntropyInPlace(LogitsCrossEntropy, keyword_from="weight"):
+    """Variants whose logits may be overwritten."""
+
+    written = "logits"
+
+
+class LogProbs(Arguments, keyword_from="ignore_index"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...), or (..., K)
+    linear_bias: Tensor | None = None  # (V,)
+    ignore_index: int = -100
+    numbers: LogitNumbers
+    entropy: bool = False
+    argmax: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
+    tail: bool = False
+    sparse: SparseGradient
+    batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # ()
+
+
+class TokenLoss(Arguments, keyword_from="reduction"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...), or (..., K)
+    function: str  # its name
+    tensors: list[Tensor]  # (...), (..., numbers of a token) or () each
+    linear_bias: Tensor | None = None  # (V,)
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LogitNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+    sparse: SparseGradient
+    batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # ()
+
+
+class PolicyLoss(Arguments, keyword_from="own"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    target: Tensor  # (...)
+    tokens: PolicyTokens
+    linear_bias: Tensor | None = None  # (V,)
+    own: PolicyNumbers
+    reduction: str = "mean"
+    ignore_index: int = -100
+    numbers: LogitNumbers
+    token_weight: Tensor | None = None  # (...)
+    normalizer: Tensor | None = None  # ()
+    sparse: SparseGradient
+    batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # ()
+
+
+class KlDiv(Arguments, keyword_from="teacher_probs"):
+    input: Tensor  # (..., D)
+    linear_weight: Tensor  # (V, D)
+    teacher_input: Tensor | None = None  # (..., E)
+    teacher_weight: Tensor | None = None  # (V, E)
+    teacher_probs: Tensor | None = None  # (..., V)
+    linear_bias: Tensor | None = None  # (V,)
+    teacher_bias: Tensor | None = None  # (V,)
+    kind: str = "forward"
+    beta: Scalar = 0.5
+    target: Tensor | None = None  # (...)
+    ignore_index: int = -100
+    token_weight: Tensor | None = None  # (...)
+    reduction: str = "mean"
+    normalizer: Tensor | None = None  # ()
+    logit_scale: Scalar = 1.0
+    softcap: OptionalScalar = None
+    temperature: Scalar = 1.0
+    teacher_logit_scale: OptionalScalar = None
+    teacher_softcap: OptionalScalar = None
+    batch_invariant: bool = False
+    learnt_scale: Tensor | None = None  # (), the student's
+
 
 SymInt = Annotated[int, "SymInt"]
 OutputMask = Annotated[list[bool], "bool[3]"]  # which gradients are wanted: input, linear_weight, linear_bias
@@ -167,13 +299,13 @@ class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
     written = "logits"
 
 
-class KlDiv(Arguments):
+class OfDivergence(Arguments):
     @property
     def logits(self) -> LogitOptions:
         return vars(self)["options"].student
 
 
-class KlDivForward(KlDiv, keyword_from="options"):
+class KlDivForward(OfDivergence, keyword_from="options"):
     op = "linear_kl_div_forward"
     results = (
         token("divergence"),
@@ -186,7 +318,7 @@ class KlDivForward(KlDiv, keyword_from="options"):
     options: KlDivOptions
 
 
-class KlDivBackward(KlDiv, keyword_from="options"):
+class KlDivBackward(OfDivergence, keyword_from="options"):
     op = "linear_kl_div_backward"
     results = (*GRADIENTS, OF_SCALE)
 
@@ -201,7 +333,7 @@ class KlDivBackward(KlDiv, keyword_from="options"):
     divergence: Tensor | None = None  # (N,), of forward, for "nla"
 
 
-class KlDivWithGrad(KlDiv, keyword_from="options"):
+class KlDivWithGrad(OfDivergence, keyword_from="options"):
     op = "linear_kl_div_with_grad"
     results = (scalar("loss"), token("divergence"), *GRADIENTS, OF_SCALE)
 

@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 
 from ..math.options import Operands, accumulation_dtype
 from ..math.sparse_gradient import MODES, OPERANDS, SparseGradient
-from ..support.holes import refuse_hole
+from ..support.refusals import refuse_hole
 from ..support.torch_private import has_tangent
 
 # N tokens, D hidden, V vocabulary

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from .row import RowFunction, log, where
+from .cross_entropy import RowFunction, log, where
 
 Kind = Literal["forward", "reverse", "jsd", "tv", "nla"]  # the kinds that linear_kl_div takes
 KINDS = get_args(Kind)

@@ -1,4 +1,4 @@
-"""The words of row.py for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
+"""The words of objectives for kernels. `at` is (tokens, mask): the tokens of the block of rows."""
 
 import triton
 import triton.language as tl

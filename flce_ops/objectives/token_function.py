@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from ..support.compile_cache import add_function_to_key, digest_of_function
-from ..support.holes import refuse_hole
+from ..support.refusals import refuse_hole
 from ..support.torch_private import functorch_is_active, with_autograd, with_unwrapped
-from .row import RowFunction, RowObjective, Slope, of_tokens
+from .cross_entropy import RowFunction, RowObjective, Slope, of_tokens
 
 # N tokens, n of a chunk, K classes of each
 

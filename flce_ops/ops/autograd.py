@@ -1,22 +1,33 @@
-"""What the operators of a head save for backward, and what backward calls. Nothing here computes a
-logit. Only autograd holds what is saved, so saved logits are freed after backward, and kept under retain_graph.
+"""What the forward and the backward operators save for backward, and what backward calls. No logit is computed.
 
-forward            saves its arguments, lse_pair, saved logits                    <- backward
-with_grad          saves its arguments, the gradients made in the same pass  <- multiplies them by one scalar:
-                                                                                made_in_forward.py
-backward           saves its arguments                                       <- the plain formula: second_order.py
+forward            saves its arguments, lse_pair, saved logits           <- backward
+backward           saves its arguments                                   <- the plain formula: second_derivatives.py
+kl_div_forward     saves its operands, row statistics                    <- kl_div_backward
+kl_div_backward    saves nothing                                         <- refused with an error
+
+The operators of given logits are like those of a head. A teacher is constant: requesting a gradient for it is an error.
 """
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
-from ..math.options import Cotangents
-from ..meta.arguments import Backward, BackwardInPlace, Forward
-from ..support.holes import refuse_hole
+from ..math.options import TEACHER, Cotangents
+from ..meta.arguments import (
+    Backward,
+    BackwardInPlace,
+    Forward,
+    KlDivBackward,
+    KlDivForward,
+    LogitsBackward,
+    LogitsForward,
+)
+from ..meta.checks import check_constants
+from ..objectives.divergence import DIVERGENCES
+from ..support.refusals import refuse_hole
 from ..support.torch_private import differentiated, runs_in_this_backward
-from .function import OperatorFunction, wanted, where_wanted
-from .paths import saved_rows
-from .second_order import second_derivatives
+from .function import OperatorFunction, WithoutDerivative, wanted, where_wanted
+from .saved_logits import saved_rows, saves_logits
+from .second_derivatives import second_derivatives
 
 # N tokens, D hidden, V vocabulary
 
@@ -77,13 +88,6 @@ class ForwardFunction(OperatorFunction):
         return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
 
 
-def saves_logits(retain: int | SymInt) -> bool:
-    """A symbolic number of rows is not compared with 0. The comparison would be a guard, which a number that depends on
-    data cannot have. Backward takes saved logits of no row, too.
-    """
-    return isinstance(retain, SymInt) or retain > 0
-
-
 def of_lse(grad_pair: Tensor | None) -> Tensor | None:  # (N, 2) -> (N,)
     return None if grad_pair is None else grad_pair[:, 1]
 
@@ -123,3 +127,68 @@ class BackwardInPlaceFunction(OperatorFunction):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
             refuse_hole(cls.called(), "second of main_grad")
+
+
+# N tokens, V vocabulary
+
+
+class LogitsForwardFunction(OperatorFunction):
+    arguments = LogitsForward
+    function = "cross_entropy"
+    with_derivative = ("target_logit", "lse_pair", "logit_sum")
+
+    @classmethod
+    def for_backward(cls, ctx, values, results):
+        return (results[1],)
+
+    @classmethod
+    def gradients(cls, ctx, values, saved, grad_target_logit, grad_pair, grad_logit_sum, *_):
+        cotangents = Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum)
+        values = LogitsBackward.like(LogitsForward.of(values), cotangents=cotangents, lse_pair=saved[0])
+        return {"logits": LogitsBackward.dispatched(values)}
+
+
+class LogitsBackwardFunction(OperatorFunction):
+    arguments = LogitsBackward
+    function = "cross_entropy"
+    with_derivative = ("grad_logits",)
+
+    @classmethod
+    def gradients(cls, ctx, values, saved, grad_grad_logits):
+        return second_derivatives(LogitsBackward.of(values), [grad_grad_logits])
+
+
+class KlDivFunction(OperatorFunction):
+    function = "linear_kl_div"
+    learns = ("logit_scale",)
+    reverse_modes = "grad, jacrev"
+
+    @classmethod
+    def check(cls, values):
+        check_constants(cls.arguments.op, "teacher", **{name: values[cls.arguments.index[name]] for name in TEACHER})
+
+
+class KlDivForwardFunction(KlDivFunction):
+    arguments = KlDivForward
+    with_derivative = ("divergence",)
+
+    @classmethod
+    def for_backward(cls, ctx, values, results):
+        return results[not DIVERGENCES[values[KlDivForward.index["kind"]]].shifted :]
+
+    @classmethod
+    def gradients(cls, ctx, values, saved, grad_divergence, *_):
+        *mask, scale_gradient = wanted(ctx, KlDivForward, *KlDivBackward.made)
+        *divergence, pair, teacher_pair, student_kl = saved
+        rows = {"lse_pair": pair, "teacher_lse_pair": teacher_pair, "student_kl": student_kl}
+        rows["divergence"] = divergence[0] if divergence else None
+        asked = {"output_mask": mask, "scale_gradient": scale_gradient}
+        gradients = KlDivBackward.dispatched(
+            KlDivBackward.like(KlDivForward.of(values), grad=grad_divergence, **rows, **asked)
+        )
+        return where_wanted(gradients, [*mask, scale_gradient], KlDivBackward.made)
+
+
+class KlDivBackwardFunction(WithoutDerivative, KlDivFunction):
+    arguments = KlDivBackward
+    second_derivative = "second of a divergence"

@@ -18,7 +18,7 @@ from .._ops import add_op_namespace_prefix
 from ..math.options import KlDivOptions, LogitOptions, numbers_of
 from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
-from ..support.holes import refuse_hole, running
+from ..support.refusals import refuse_hole, running
 from ..support.torch_private import (
     below_autograd,
     forward_mode_is_active,

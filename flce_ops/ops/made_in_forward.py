@@ -5,23 +5,38 @@
                 grad_linear_weight in memory; out of place under retain_graph
 
 Not for float16, whose loss scale only backward knows: NOT_FLOAT16 in paths.py. Saved gradients have no graph. Under
-create_graph they are computed again, from operators that have derivatives.
+create_graph they are made again, by the operators that have derivatives. `..._with_grad_` of given logits writes the
+gradient over the logits.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..support.holes import refuse_hole, running
-from ..support.torch_private import graph_is_kept_after_this_backward, is_batched, written_over_where_donated
-from ..support.versions import has_triton, made_by_nvidia
-from .function import OPERANDS, OperatorFunction, restore
+from ..math.options import TEACHER, Operands, tokens_that_count
+from ..math.statistics import Rows, log_probs_of_targets, surprisal
+from ..meta.arguments import Backward, Forward, KlDivWithGrad, LogitsWithGrad, LogitsWithGradInPlace, WithGrad
+from ..meta.checks import check_constants
+from ..objectives.cross_entropy import cross_entropy_of_call
+from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
+from ..support import has_triton, made_by_nvidia
+from ..support.refusals import refuse_hole, running
+from ..support.torch_private import (
+    functorch_is_active,
+    graph_is_kept_after_this_backward,
+    has_hooks,
+    is_batched,
+    root_of,
+    written_over_where_donated,
+)
+from .autograd import KlDivFunction
+from .function import OPERANDS, OperatorFunction, restore, save
 
-# N tokens
-
+# N tokens, D hidden, V vocabulary
 
 MULTIPLY = "linear_cross_entropy_upstream"
 
@@ -121,3 +136,183 @@ class MadeInForward(OperatorFunction):
             return tuple(found)
         finally:
             running.function = outer
+
+
+class WithGradFunction(MadeInForward):
+    arguments = WithGrad
+    learns = ("logit_scale",)
+
+    @classmethod
+    def check(cls, values):
+        name = values[WithGrad.index["function"]]
+        if name is not None:
+            for place, tensor in enumerate(values[WithGrad.index["tensors"]]):
+                check_constants(WithGrad.op, **{token_loss_named(name).name_of_tensor(place): tensor})
+
+    @classmethod
+    def for_backward(cls, ctx, values, results):
+        name = values[WithGrad.index["function"]]
+        # a function without a registered name lives as long as this
+        ctx.token_loss = None if name is None else token_loss_named(name)
+        return super().for_backward(ctx, values, results)
+
+    @classmethod
+    def made_again(cls, ctx, call, grad_loss):
+        """Computed by the operators that have derivatives, not by torch.autograd.grad on the operands: the operands
+        carry the graph that made them, and a path from one operand to another would be counted here and again by the
+        caller.
+        """
+        of_cross_entropy = call.function is None
+        assert call.group is None, "distributed/vocab_parallel.py has this derivative"
+        if of_cross_entropy and call.sparse.gradient_threshold:
+            refuse_hole(cls.called(), "second of a sparse gradient")
+        operands = Operands(*call.operands)
+        smoothed = of_cross_entropy and call.loss.label_smoothing != 0.0
+        found = Forward.dispatched(Forward.like(call, operands=operands, logit_sum=smoothed))
+        rows, retained = Rows.of_forward(found), found[-1]
+        valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse_pair.dtype
+        if of_cross_entropy:
+            objective = cross_entropy_of_call(call, operands, operands.num_classes, dtype)
+            surprisals = surprisal(rows.target_logit, rows.lse_pair)
+        else:
+            counts = operands.target != call.ignore_index
+            surprisals = -log_probs_of_targets(counts, rows.target_logit, rows.lse_pair)
+            tensors = tuple(zero_where(~valid, tensor) for tensor in call.tensors)
+            objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
+        losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, rows.logit_sum if smoothed else None)
+        scale = call.reduction.scale_of_tokens(valid, dtype)
+        cotangents = objective.cotangents(slopes, scale * grad_loss)
+        known = {"lse_pair": rows.lse_pair, "retained": retained if retained.shape[0] else None}
+        gradients = Backward.dispatched(Backward.like(call, cotangents=cotangents, operands=operands, **known))
+        return gradients, torch.where(valid, losses, 0.0)
+
+
+class LogitsWithGradFunction(MadeInForward):
+    """Does not keep the logits until backward, so that they can be freed."""
+
+    arguments = LogitsWithGrad
+    function = "cross_entropy"
+    second_derivative = "second of given logits"
+
+    @classmethod
+    def for_backward(cls, ctx, values, results):
+        values[:] = [traced_leaf(values[0])] + [None] * (len(values) - 1)
+        return super().for_backward(ctx, values, results)
+
+
+USED_AFTERWARDS = (
+    "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, but something computed "
+    "from them since then wants a gradient; compute it before the loss, or pass inplace_backward=False"
+)
+ASKED_AFTERWARDS = (
+    "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, and no gradient reaches "
+    "a retain_grad() or a hook that was set on them since then; set it before the loss, or pass inplace_backward=False"
+)
+
+
+class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
+    """Same as the class above, but the gradient overwrites the logits. The root is the tensor whose elements the logits
+    are a view of. The root is returned, too, and marked dirty, so autograd's version check refuses backward functions
+    that saved it earlier. If a gradient arrives for the returned root, some code has read the gradient as if it were
+    logits, and an error says so. (Marking the view instead of the root dirty would copy the root.) The gradient of the
+    logits flows to the operation that computed them.
+    """
+
+    arguments = LogitsWithGradInPlace
+
+    @classmethod
+    def with_gradient(cls, values):
+        values.append(root_of(values[0]))
+
+    @classmethod
+    def run(cls, values):
+        """Leaves out the root, which this Function adds to the results."""
+        if functorch_is_active():
+            refuse_hole("cross_entropy_with_grad_", "handed over in torch.func")
+        return super().run(values)[:3]
+
+    @classmethod
+    def forward(cls, logits, target, *others):
+        *others, root = others
+        logits = root.view(logits.shape)
+        return *super().forward(logits, target, *others), root
+
+    @classmethod
+    def setup_context(cls, ctx, inputs, output):
+        _, losses, argmax, grad_logits = output
+        ctx.set_materialize_grads(False)
+        ctx.function, ctx.handed_over, ctx.shape = running.function, None, inputs[0].shape
+        leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
+        ctx.mark_dirty(grad_logits)
+        ctx.mark_non_differentiable(losses, argmax)
+        save(ctx, cls.arguments, [leaf] + [None] * (len(cls.arguments.index) - 1), losses, grad_logits)
+
+    @classmethod
+    def check_cotangents(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
+        if grad_of_gradient is not None:
+            raise RuntimeError(USED_AFTERWARDS)
+        if ctx.handed_over is not None and asked_since(*ctx.handed_over):
+            raise RuntimeError(ASKED_AFTERWARDS)
+
+    @classmethod
+    def gradients_beside(cls, ctx):
+        """None for the root. Compiled autograd adds the gradients of the root and of its view, and cannot add None."""
+        if isinstance(ctx, torch.autograd.function.BackwardCFunction):
+            return (None,)
+        grad_logits = ctx.saved_tensors[-1]
+        return (grad_logits.new_zeros(()).expand(grad_logits.shape),)
+
+    @classmethod
+    def made(cls, ctx, saved):
+        return [saved[1].detach().view(ctx.shape)]  # from the root's shape
+
+
+def remember_handed_over(loss: Tensor, logits: Tensor) -> None:
+    """Remembers the caller's own tensor, which may be a view of the root."""
+    if hasattr(loss.grad_fn, "handed_over"):  # only if the logits were overwritten
+        loss.grad_fn.handed_over = weakref.ref(logits), gradient_readers(logits)
+
+
+def gradient_readers(logits: Tensor) -> tuple[bool, bool]:
+    """Whether retain_grad() was called and whether a hook was set. A tensor that has a hook already gets further hooks
+    on the same operation.
+    """
+    return logits.retains_grad, has_hooks(logits)
+
+
+def asked_since(reference: Callable, before: tuple[bool, bool]) -> bool:
+    logits = reference()
+    return logits is not None and any(now and not then for now, then in zip(gradient_readers(logits), before))
+
+
+def traced_leaf(logits: Tensor) -> Tensor | None:
+    """While AOTAutograd traces: the nearest tensor from which the logits are computed and which no operation made.
+
+    A compiled backward refuses to be differentiated only if it reads such a tensor. `multiply_by_grad_output` would
+    take the logits themselves, but they must not be kept.
+    """
+    if type(logits) in (Tensor, torch.nn.Parameter):
+        return None
+    if logits.grad_fn is None:
+        return logits
+    nodes = [logits.grad_fn]
+    for node in nodes:
+        if hasattr(node, "variable"):
+            return node.variable
+        nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return logits
+
+
+class KlDivWithGradFunction(KlDivFunction, MadeInForward):
+    arguments = KlDivWithGrad
+    second_derivative = "second of a divergence"
+
+    @classmethod
+    def for_backward(cls, ctx, values, results):
+        """Drops the arguments that only forward reads, so that they are not kept until backward. Drops input, too, if
+        `leaf` can be a parameter (made_in_forward.py).
+        """
+        index = KlDivWithGrad.index
+        for name in (*TEACHER, "valid", "row_scale", *(["input"] if any(values[index["output_mask"]][1:]) else [])):
+            values[index[name]] = None
+        return super().for_backward(ctx, values, results)

@@ -1,28 +1,140 @@
 """Which path runs, and why: the first row of a table whose conditions all hold.
 
     LOSS              how a scalar loss makes its gradients          entry/, distributed/vocab_parallel.py
-    SAVE_LOGITS       whether backward is given logits of forward    ops/autograd.py
-    KERNELS           what computes an inner operator                ops/registration.py
+    KERNELS           what computes an inner operator                ops/__init__.py
+    SAVE_LOGITS       whether backward is given logits of forward    saved_logits.py
     facts -> conditions, by name -> path -> ".module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
-A condition reads CallFacts (call_facts.py), never data on a device. docs/paths.md shows the tables. How
-Triton divides the tokens is in triton/steps/chunks.py.
+A condition reads CallFacts, never data on a device. docs/paths.md shows the tables. How Triton divides the tokens is in
+triton/steps/chunks.py. float16's rule is a condition, NOT_FLOAT16: its gradients are made in backward, which knows the
+loss scale.
 """
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..math.options import TokenLosses, saved_columns
-from ..meta.arguments import Backward, BackwardInPlace, Forward
-from ..meta.call import Arguments
+from ..math.options import KlDivOperands, KlDivOptions, TokenLosses
+from ..math.statistics import shard_rows
+from ..support import made_by_nvidia, torch_private
 from ..support.path import Choice, Condition, PathRow, choose
-from ..support.versions import made_by_nvidia
-from ..support.workspace import rows_to_retain
-from .call_facts import CallFacts, loss_facts
+
+
+class CallFacts(NamedTuple):
+    """What a choice of path may depend on: the operator's arguments, and the surrounding gradients, transforms and
+    ranks.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    empty: bool = False  # no tokens, or no features
+    one_class: bool = False
+    label_smoothing: bool = False
+    softcap: bool = False
+    wants_gradient: bool = False  # some gradient of input, linear_weight or linear_bias is wanted
+    main_grad: bool = False  # there is a buffer to which the gradient of linear_weight is added
+    functorch: bool = False
+    saved_tensor_hooks: bool = False
+    checkpoint: bool = False  # AOTAutograd traces a checkpointed region, which backward runs again
+    handed_over: bool = False  # the caller allows the operator to overwrite the logits
+    leaf: bool = False  # the logits are a leaf of autograd, or retain_grad() was called on them
+    part: bool = False  # the logits share memory with a larger tensor
+    vocabulary_dimensions: int = 0  # mesh dimensions that shard the vocabulary
+    rank_without_classes: bool = False
+    topk: bool = False  # several classes per token
+    teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
+    sparse: bool = False  # a sparse gradient is asked for
+    entropy: bool = False  # a token function reads the entropy
+
+
+def facts_of(call: Any) -> CallFacts:
+    """The facts of an inner operator's call, whose Arguments have operands and perhaps options of the loss and the
+    logits.
+    """
+    operands, groups = call.operands, vars(call)
+    if isinstance(operands, KlDivOperands):
+        return kl_div_facts(operands, call.options)
+    first, sparse, softcap = operands[0], groups.get("sparse"), call.logits.softcap is not None
+    one_class = operands.num_classes == 1 and groups.get("group") is None  # all ranks must choose the same path
+    known: dict[str, Any] = {"softcap": softcap, "topk": operands.target.dim() == 2}
+    if "loss" in groups:
+        known["label_smoothing"] = call.loss.label_smoothing != 0.0
+    elif "cotangents" in groups:
+        known["label_smoothing"] = call.cotangents.grad_logit_sum is not None
+    if "output_mask" in groups and sparse is not None and sparse.gradient_threshold:
+        known["sparse"] = any(sparse.products(call.output_mask))
+    return CallFacts(first.device.type, first.dtype, first.numel() == 0, one_class, **known)
+
+
+def kl_div_facts(operands: KlDivOperands, options: KlDivOptions) -> CallFacts:
+    input, teacher, num_classes = operands.input, operands.teacher_input, options.vocab_size
+    sharding: dict[str, Any] = {} if num_classes is None else sharding_of([True], [options.ranks], num_classes)
+    return CallFacts(
+        input.device.type,
+        input.dtype,
+        input.numel() == 0 or (teacher is not None and teacher.numel() == 0),
+        (operands.linear_weight.shape[0] if num_classes is None else num_classes) == 1,
+        teacher=None if teacher is None else teacher.dtype,
+        **sharding,
+    )
+
+
+def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
+    """The facts of a scalar loss, before its operator is known: the surroundings, and how gradients of `input` and
+    `leaves`, if wanted, will be requested. `known` holds further facts.
+    """
+    wanted = input.requires_grad
+    for leaf in leaves:
+        wanted |= leaf is not None and leaf.requires_grad
+    return CallFacts(
+        input.device.type,
+        input.dtype,
+        wants_gradient=wanted and torch.is_grad_enabled(),
+        functorch=torch_private.functorch_is_active(),
+        saved_tensor_hooks=torch_private.saved_tensor_hooks_are_active(),
+        checkpoint=torch_private.tracing_a_checkpointed_region(),
+        **known,
+    )
+
+
+def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
+    """The facts of a scalar loss of these logits. `logits` may be a view that covers another tensor completely."""
+    root = torch_private.root_of(logits)
+    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel()
+    as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
+    # if the gradient is retained, it would be retained on the tensor that overwrites the logits
+    leaf = root.is_leaf or root.retains_grad or torch_private.comes_from_outside_a_traced_graph(root)
+    return loss_facts(logits, handed_over=handed_over, leaf=leaf, part=not (whole and as_stored))
+
+
+def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: int) -> dict[str, Any]:
+    """The facts of a mesh. `vocabulary` says for each mesh dimension whether it shards the vocabulary, `ranks` is its
+    size. All ranks must get the same answer.
+    """
+    sizes = [size for size, shards_it in zip(ranks, vocabulary) if shards_it]
+    without = len(sizes) == 1 and shard_rows(num_classes, sizes[0]) * (sizes[0] - 1) >= num_classes
+    return {"vocabulary_dimensions": len(sizes), "rank_without_classes": without}
+
+
+def gradients_wanted(operands: Any) -> list[bool]:
+    """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
+    enabled, bias = torch.is_grad_enabled(), operands.linear_bias
+    of_bias = bias is not None and bias.requires_grad
+    return [
+        enabled and operands.input.requires_grad,
+        enabled and operands.linear_weight.requires_grad,
+        enabled and of_bias,
+    ]
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
 
 PACKAGE = __package__.rpartition(".")[0]  # the package of the modules in the tables; its name may differ
 
@@ -106,23 +218,6 @@ LOSS = {
     ),
 }
 
-# The Triton kernels save z, the logits after the cap, from which dz/du cannot be computed where the cap saturates.
-UNCAPPED = Condition("no softcap (in Triton)", lambda s: not (s.softcap and in_triton(s)))
-# lse must be computed from exactly the logits that are saved, so rounded copies cannot be saved. On other GPUs the
-# product of 16-bit operands is float32. And one class has loss 0 only if logit and lse come from one product.
-PRODUCT_SAVED = Condition(
-    "an NVIDIA GPU and more than one class, a CPU, or operands that are not half",
-    lambda s: in_triton(s) or s.device == "cpu" or not HALF.holds(s),
-)
-# A sparse backward makes its lists from exponentials, which it computes in any case.
-DENSE_OR_CPU = Condition("no gradient_threshold (but on a CPU)", lambda s: not s.sparse or s.device == "cpu")
-SAVE_LOGITS = {
-    "logits between a forward operator and its backward one": (
-        PathRow("save", (WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT, UNCAPPED, PRODUCT_SAVED, DENSE_OR_CPU)),
-        PathRow("recompute", ()),
-    ),
-}
-
 
 def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> tuple[PathRow, ...]:
     """Two paths: the Triton kernel if the conditions hold, otherwise the ATen kernel. Each kernel is named as
@@ -132,27 +227,29 @@ def kernels(conditions: tuple[Condition, ...], in_triton: str, in_aten: str) -> 
 
 
 KERNELS = {
-    "linear_cross_entropy_forward": kernels(TRITON, ":launch_forward", ":forward"),
+    "linear_cross_entropy_forward": kernels(TRITON, ":launch_forward", ".cross_entropy:forward"),
     "linear_cross_entropy_backward": kernels(
-        (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), ":launch_backward", ":backward"
+        (*TRITON, UNSMOOTHED, ONE_CLASS_IF_SPARSE), ":launch_backward", ".cross_entropy:backward"
     ),
-    "linear_cross_entropy_backward_": kernels(TRITON, ":launch_backward_in_place", ":backward_in_place"),
+    "linear_cross_entropy_backward_": kernels(TRITON, ":launch_backward_in_place", ".cross_entropy:backward_in_place"),
     # Exponentials are normalised after they are stored, which needs bfloat16's range. Under a softcap, label smoothing
     # adds a matrix that is not of rank 1.
     "linear_cross_entropy_with_grad": kernels(
-        (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ":with_grad"
+        (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ".cross_entropy:with_grad"
     ),
-    "cross_entropy_forward": kernels(TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".rows:logits_forward"),
+    "cross_entropy_forward": kernels(
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".cross_entropy:logits_forward"
+    ),
     "cross_entropy_backward": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".rows:logits_backward"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".cross_entropy:logits_backward"
     ),
     "cross_entropy_with_grad": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_with_grad", ".with_grad:logits_with_grad"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_with_grad", ".cross_entropy:logits_with_grad"
     ),
     "cross_entropy_with_grad_": kernels(
         TRITON_OF_LOGITS,
         ".logits.cross_entropy:launch_with_grad_in_place",
-        ".with_grad:logits_with_grad_in_place",
+        ".cross_entropy:logits_with_grad_in_place",
     ),
     "linear_kl_div_forward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_backward", ".kl_div:backward"),
@@ -191,35 +288,3 @@ def gradients_in_the_same_pass(problem: TokenLosses, title: str = "a scalar loss
     input, linear_weight, _, linear_bias, *_ = problem.operands
     known["label_smoothing"], known["softcap"] = problem.loss.label_smoothing != 0.0, problem.logits.softcap is not None
     return path_of_loss(title, loss_facts(input, linear_weight, linear_bias, **known)) != "recompute"
-
-
-def saved_rows(call: Forward) -> int:
-    """How many rows' logits the forward operator saves, if a gradient may be requested. If N is symbolic, this is an
-    expression of N. The bytes that set_workspace allows are a constant in it.
-    """
-    input, linear_weight, _, linear_bias, _ = call.operands
-    facts = loss_facts(input, linear_weight, linear_bias)._replace(
-        one_class=linear_weight.shape[0] == 1,
-        softcap=call.logits.softcap is not None,
-        topk=call.operands.target.dim() == 2,
-        sparse=call.sparse.gradient_threshold != 0.0,
-    )
-    (paths,) = SAVE_LOGITS.values()
-    if choose(paths, facts).name == "recompute":
-        return 0
-    return torch.sym_min(input.shape[0], rows_to_retain(saved_columns(linear_weight.shape[0], facts.dtype)))
-
-
-def saved_notes(choice: Choice, call: Arguments) -> tuple[str, ...]:
-    """For last_path(): how many rows are saved, or which condition prevents saving."""
-    if isinstance(call, Forward) and call.retain:
-        rows = call.retain
-    elif isinstance(call, Backward):
-        rows = 0 if call.retained is None else call.retained.shape[0]
-    else:
-        return ()
-    note = f"logits of {rows} of {call.operands.input.shape[0]} tokens saved"
-    if isinstance(call, BackwardInPlace):
-        note = f"grad_linear_weight added to main_grad in {call.main_grad.dtype}, {note}"
-    expected = [] if rows else [c.name for c in (UNCAPPED, PRODUCT_SAVED) if not c.holds(choice.facts)]
-    return (f"{note} (expects {', '.join(expected)})" if expected else note,)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .versions import device_name
+from . import device_name
 
 logger = logging.getLogger("flce_ops")
 

@@ -11,7 +11,7 @@ This package is imported only when a CUDA kernel of an operator runs.
 
 import triton
 
-from ..support.versions import check_version
+from ..support import check_version
 
 check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed
 

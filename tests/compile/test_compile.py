@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
 import flce_ops
-from flce_ops.entry.metrics import NAMES
+from flce_ops.entry.bodies import NAMES
 
 LENGTHS = (7, 8, 31, 64, 100, 129, 333)  # odd and even; with the workspace below, one chunk and several
 WORKSPACE = 2**15

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_ops.entry.class_order import with_own_place
+from flce_ops.entry.rewrites import with_own_place
 from flce_ops.math.sparse_gradient import SparseGradient, keep_entries
 from tests.fuzz.cases import ARGMAX_METRICS, Case
 from tests.fuzz.problem import Tensors, accumulated, scored_target, valid_tokens

@@ -9,10 +9,8 @@ from collections.abc import Callable
 import torch
 
 from flce_ops.meta.arguments import Forward
-from flce_ops.ops import autograd, paths
-from flce_ops.ops.call_facts import facts_of
-from flce_ops.ops.paths import KERNELS, function
-from flce_ops.ops.registration import OPERATORS
+from flce_ops.ops import OPERATORS, autograd, saved_logits
+from flce_ops.ops.paths import KERNELS, facts_of, function
 from flce_ops.support.path import choose
 from tests.interpreter import remember_what_is_patched
 
@@ -35,7 +33,7 @@ def kernel(name: str) -> Callable:
 
 def saved_rows(call: Forward) -> int:
     half = call.operands.input.dtype == torch.float16
-    return paths.saved_rows(call) if half and call.logits.softcap is None else 0
+    return saved_logits.saved_rows(call) if half and call.logits.softcap is None else 0
 
 
 def install() -> None:

@@ -30,8 +30,8 @@ from triton.backends.compiler import GPUTarget
 import flce_ops
 from flce_ops import meta
 from flce_ops.ops import paths
-from flce_ops.ops.call_facts import facts_of
-from flce_ops.ops.registration import OPERATORS
+from flce_ops.ops.paths import facts_of
+from flce_ops.ops import OPERATORS
 from flce_ops.support.path import choose
 from flce_ops.triton import first_call, kernel
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 import flce_ops.triton
 from flce_ops import workspace
+from flce_ops.ops import OPERATORS
 from flce_ops.ops.paths import KERNELS, function
-from flce_ops.ops.registration import OPERATORS
 from flce_ops.triton import launch_scale_in_place
 from flce_ops.triton.gemm import tiles
 from flce_ops.triton.gemm.tiles import INPUT_TILES, LIVE, WEIGHT_TILES

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.support.versions import Chip
+from flce_ops.support import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import input_gradient, tiles
 from flce_ops.triton.gemm.input_gradient import Finish, float32_memory, launch_input_gradient, steps_and_splits

@@ -41,7 +41,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from flce_ops import token_loss
-from flce_ops.support.versions import Chip
+from flce_ops.support import Chip
 from flce_ops.triton.logits import kl_div
 from flce_ops.triton.gemm import tiles
 from flce_ops.triton.logits import cross_entropy

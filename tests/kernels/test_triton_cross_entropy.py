@@ -10,8 +10,7 @@ from reference_loss import error, with_lse
 from test_cross_entropy import OPTIONS, make_logits
 
 import flce_ops
-from flce_ops.aten.rows import logits_backward, logits_forward
-from flce_ops.aten.with_grad import logits_with_grad
+from flce_ops.aten.cross_entropy import logits_backward, logits_forward, logits_with_grad
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 

@@ -20,7 +20,7 @@ from test_gradient_gemms import valid_tokens_of
 import flce_ops
 from flce_ops import aten
 from flce_ops.math.options import LogitOptions, Operands
-from flce_ops.math.reduction import Reduction
+from flce_ops.math.weights_and_denominator import Reduction
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.gemm.epilogues import Largest
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm

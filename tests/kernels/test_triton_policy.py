@@ -10,8 +10,8 @@ from reference_loss import error
 from reference_policy import function_of_policy, make_policy
 from test_policy import KL, OBJECTIVES
 
-from flce_ops.aten.with_grad import with_grad
-from flce_ops.math.reduction import Reduction
+from flce_ops.aten.cross_entropy import with_grad
+from flce_ops.math.weights_and_denominator import Reduction
 
 pytest.importorskip("triton")
 

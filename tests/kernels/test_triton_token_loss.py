@@ -10,7 +10,7 @@ from reference_token_loss import make_call
 from torch.utils._python_dispatch import _disable_current_modes
 
 import flce_ops
-from flce_ops.aten.with_grad import with_grad
+from flce_ops.aten.cross_entropy import with_grad
 from flce_ops.objectives.token_function import token_loss_of
 
 pytest.importorskip("triton")

@@ -13,8 +13,8 @@ from inputs import make_inputs
 from reference_loss import error, run, run_reference
 
 import flce_ops
+from flce_ops.ops import OPERATORS, kernel
 from flce_ops.ops.paths import choice_of, path_of_loss
-from flce_ops.ops.registration import OPERATORS, kernel
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def torch_for_amd(monkeypatch):
 
     What was chosen for one maker's GPUs is forgotten before the other's: a process has one torch.
     """
-    monkeypatch.setattr("flce_ops.support.versions.torch", SimpleNamespace(version=SimpleNamespace(hip="7.0.51831")))
+    monkeypatch.setattr("flce_ops.support.torch", SimpleNamespace(version=SimpleNamespace(hip="7.0.51831")))
     forget_choices()
     yield
     forget_choices()
@@ -69,7 +69,7 @@ def test_a_capability_like_hoppers_gets_no_tiles_for_tensor_maps(torch_for_amd):
 
 
 def test_the_path_says_whose_gpu_it_is(torch_for_amd):
-    from flce_ops.support.versions import device_name
+    from flce_ops.support import device_name
 
     assert device_name("cuda") == "AMD"
     assert device_name("cpu") == "cpu"

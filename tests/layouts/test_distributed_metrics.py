@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.entry.metrics import NAMES, OF_LOG_PROBS
+from flce_ops.entry.bodies import NAMES, OF_LOG_PROBS
 
 LAYOUTS = {
     "vocabulary": ([R], [Shard(0)]),

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.aten.with_grad import with_grad
+from flce_ops.aten.cross_entropy import with_grad
 from flce_ops.distributed.layout import layout_of
 
 

@@ -14,7 +14,7 @@ from sharded_inputs import B, R, T, V, batch, mesh_of, place
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import flce_ops
-from flce_ops.entry.refusals import REFUSED, refuse
+from flce_ops.support.refusals import REFUSED, refuse
 
 INVARIANT = "batch_invariant over a sharded vocabulary is not implemented; leave it out"
 SPARSE = "the sparse gradient over a sharded vocabulary is not implemented; leave gradient_threshold out"

@@ -33,8 +33,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flce_ops
-from flce_ops.entry import metrics, schemas
+from flce_ops.entry.bodies import NAMES
 from flce_ops.math.sparse_gradient import MODES, SparseGradient
+from flce_ops.meta import arguments as schemas
 
 
 def of_class(log_prob):
@@ -177,7 +178,7 @@ def values(name: str, default: object, annotation: object) -> list:
             if found[-1].is_floating_point():
                 found[-1].requires_grad_()
         elif part is not types.NoneType:  # return_metrics' names
-            found += [[metric] for metric in metrics.NAMES]
+            found += [[metric] for metric in NAMES]
     return found
 
 

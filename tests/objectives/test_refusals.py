@@ -1,10 +1,11 @@
-"""Each row of flce_ops/entry/refusals.py raises its error for a call that has its features."""
+"""Each row of flce_ops/support/refusals.py raises its error for a call that has its features."""
 
 import pytest
 import torch
 
 import flce_ops
-from flce_ops.entry.refusals import GIVEN, REFUSED
+from flce_ops.entry.loss import GIVEN
+from flce_ops.support.refusals import REFUSED
 
 # rows for several processes are tested in test_kl_div_distributed.py, test_sparse_distributed.py and others
 ROWS = [(feature, *others) for feature, rows in REFUSED.items() for others in rows]

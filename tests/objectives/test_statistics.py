@@ -10,7 +10,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
-from flce_ops.entry.metrics import NAMES, OF_LOG_PROBS
+from flce_ops.entry.bodies import NAMES, OF_LOG_PROBS
 
 flce = torch.ops.flce
 OF_ROWS = ("lse", "entropy", "log_sum_sq_probs", "mean_logit")

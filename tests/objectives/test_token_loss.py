@@ -13,10 +13,10 @@ from reference_token_loss import dense_token_loss, make_call, run
 from torch.utils.checkpoint import checkpoint
 
 import flce_ops
-from flce_ops.aten.valid_tokens import with_zeroed_rows
-from flce_ops.aten.with_grad import with_grad
+from flce_ops.aten.chunks import with_zeroed_rows
+from flce_ops.aten.cross_entropy import with_grad
+from flce_ops.meta import outputs as outputs_of
 from flce_ops.meta.arguments import WithGrad
-from flce_ops.meta.outputs import outputs as outputs_of
 from flce_ops.objectives.token_function import token_loss_of
 
 RAGGED = (61, 33, 97)

@@ -9,8 +9,8 @@ from inputs import make_inputs
 import flce_ops
 from flce_ops import aten
 from flce_ops.meta.arguments import KlDivForward
-from flce_ops.ops.call_facts import CallFacts, facts_of
-from flce_ops.ops.paths import KERNELS, LOSS, SAVE_LOGITS
+from flce_ops.ops.paths import KERNELS, LOSS, CallFacts, facts_of
+from flce_ops.ops.saved_logits import SAVE_LOGITS
 from flce_ops.support.path import Choice, choose
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -18,8 +18,8 @@ from reference_loss import error
 
 import flce_ops
 from flce_ops import get_workspace, set_workspace, workspace
+from flce_ops.support import Chip
 from flce_ops.support import workspace as budgets
-from flce_ops.support.versions import Chip
 
 DEFAULT = 512 * 2**20
 SHAPE = (300, 8, 2000)  # 5 chunks with the smallest workspace

@@ -13,7 +13,7 @@ import torch
 
 import flce_ops
 from flce_ops import LinearCrossEntropyHead, LinearCrossEntropyLoss, VocabParallel
-from flce_ops.entry import hints as names
+from flce_ops.support.refusals import ELSEWHERE
 from flce_ops.support.target_range import assert_in_range
 
 N, D, V = 6, 4, 9
@@ -377,10 +377,10 @@ def test_a_scale_of_shape_1_says_how_to_make_it_a_number(name):
 def test_every_name_in_the_table_of_names_is_meant():
     """A name that stands for two arguments is one that no function has both of."""
     arguments = [tuple(inspect.signature(function).parameters) for function in FUNCTIONS]
-    for ours, theirs in names.ELSEWHERE.items():
+    for ours, theirs in ELSEWHERE.items():
         assert any(ours in of for of in arguments), ours
         for name in theirs.split():
-            meant = [known for known, others in names.ELSEWHERE.items() if name in others.split()]
+            meant = [known for known, others in ELSEWHERE.items() if name in others.split()]
             assert not any(name in of and ours in of for of in arguments), name
             assert all(len(set(meant) & set(of)) <= 1 for of in arguments), name
 

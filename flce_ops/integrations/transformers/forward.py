@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...entry.shifted_target import next_labels
+from ...entry.rewrites import next_labels
 from .head import STAND_IN, find_head, makers_of_logits, modules_that_see_logits, prepare_head
 from .instance_forward import BoundForward, has_another_forward, is_replaced, replace_forward, restore_forward
 from .logits import ADVICE, Call, Logits

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from ...entry.shifted_target import next_labels
+from ...entry.rewrites import next_labels
 from .instance_forward import BoundForward, is_replaced, replace_forward
 from .logits import ADVICE, Call, Logits
 from .loss import Affine, Hidden, Loss

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...distributed.one_rank import any_dtensor
+from ...distributed import any_dtensor
 from ...functional import linear_cross_entropy
 from ..sparse_options import sparse_options
 from .output_metrics import Metrics

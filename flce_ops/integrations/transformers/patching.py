@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...entry.arguments import check_ranges
-from ...entry.metrics import NAMES, checked_names
+from ...entry.bodies import NAMES, checked_names
 from ...functional.public import typed
 from ..sparse_options import check_threshold
 from .forward import (

@@ -20,14 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
-from .forward import (
-    EVAL_LOGITS,
-    SMOOTHED_BY_TRAINER,
-    TAKEN_BY_TRAINER,
-    SmoothedLoss,
-    gives_logits,
-    is_patched,
-)
+from .forward import EVAL_LOGITS, SMOOTHED_BY_TRAINER, TAKEN_BY_TRAINER, SmoothedLoss, gives_logits, is_patched
 from .liger import check_loss_is_not_ligers
 
 

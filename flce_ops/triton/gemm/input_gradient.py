@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .tiles import (

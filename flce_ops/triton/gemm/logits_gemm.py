@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..kernel import Kernel
 from ..rows.logit_numbers import base2_logits, loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows

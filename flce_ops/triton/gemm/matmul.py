@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..rows.valid_tokens import ValidTokens
 from .input_gradient import SUMMED, Finish
 from .logits_gemm import launch_logits_gemm

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._ops import ops
-from ...support.versions import Chip, made_by_nvidia
+from ...support import Chip, made_by_nvidia
 
 # n rows, D hidden, V vocabulary, B blocks of classes
 

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from ... import meta
 from ...math.options import Cotangents, LogitOperands
-from ...math.reduction import Reduction
+from ...math.weights_and_denominator import Reduction
 from ...meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
 from ...meta.call import takes
-from ...objectives.cross_entropy import CrossEntropy
+from ...objectives.cross_entropy import CrossEntropy, RowNumbers
 from ...objectives.in_triton import LN2
-from ...objectives.row import RowNumbers
-from ...support.integers import cdiv
 from ...support.path import record_run
+from ...support.sizes import cdiv
 from ...support.target_range import assert_in_range
 from ..gemm.tiles import interpreted, multiprocessors
 from ..kernel import Kernel, everywhere

@@ -32,11 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...math.shards import log_denominator
+from ...math.statistics import log_denominator
 from ...objectives import divergence
 from ...objectives.divergence import Divergence
 from ...objectives.in_triton import LN2, number
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import MaxSum
 from ..gemm.tiles import Matrix, load_tile

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from ... import meta
-from ...math.reduction import Reduction
-from ...math.shards import all_gather, all_reduce, shard_rows
+from ...math.statistics import all_gather, all_reduce, shard_rows
+from ...math.weights_and_denominator import Reduction
 from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.input_gradient import TILE_OVERHEAD, float32_memory
 from ..gemm.tiles import Tiles, matrix_of, tiles_for
 from ..rows.after_chunks import LossSum

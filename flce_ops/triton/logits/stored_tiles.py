@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...objectives.in_triton import LN2
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.epilogues import Gradient, gradient_of_rows
 from ..gemm.tiles import interpreted, matrix_of, store_tile, tiles_for
 from ..kernel import Kernel

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...math.reduction import Reduction
-from ...support.integers import cdiv
+from ...math.weights_and_denominator import Reduction
+from ...support.sizes import cdiv
 from ..gemm.tiles import interpreted, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 

@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import KlDivOptions
-from ...math.shards import shard_rows
+from ...math.statistics import shard_rows
 from ...meta.arguments import Forward
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ...support.workspace import get_workspace, reserved
 from ..gemm.tiles import load_tile, matrix_of, on_tma_device, store_tile
 from ..kernel import Kernel

@@ -1,7 +1,7 @@
 """After the logits GEMM: the losses of a chunk's valid tokens, the factors that turn E into the logit gradient G, and c
 times the tokens.
 
-Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing (smoothing.py):
+Let p = E / Z, l = g d_lse and a_k = -g slope_k (objectives/cross_entropy.py). Without label smoothing (smoothing.py):
 
     G_ij = (l p_ij + sum_(k: y_k = j) a_k) dz/du = c E'_ij      c = l logit_scale / Z
                                                                 E'_iyk = (E_iyk - Z sum_(equal k) slope_k / d_lse) dz/du
@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...math.options import LogitOptions
-from ...math.reduction import Reduction
-from ...math.shards import lse_of_shards
+from ...math.statistics import lse_of_shards
+from ...math.weights_and_denominator import Reduction
+from ...objectives.cross_entropy import RowNumbers, RowObjective
 from ...objectives.in_triton import LN2, number
-from ...objectives.row import RowNumbers, RowObjective
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tiles import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .after_chunks import scale_of_rows

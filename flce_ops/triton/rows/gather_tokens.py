@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import next_power_of_2
+from ...support.sizes import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
 from ..gemm.tiles import load_tile, matrix_of
 from ..kernel import Kernel

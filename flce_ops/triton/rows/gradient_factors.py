@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...objectives.in_triton import number
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.epilogues import Gradient
 from ..kernel import Kernel
 from .gather_tokens import AtTarget, larger_entry, sum_of_equals, topk_at_a_time

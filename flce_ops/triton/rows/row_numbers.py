@@ -25,7 +25,7 @@ from torch import Tensor
 from ...math.options import Statistics, TokenStatistics
 from ...objectives.in_triton import LN2, number
 from ...objectives.token_function import FunctionObjective, GivenLosses, LossesOfRows, Slopes
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..kernel import Kernel, launches
 from .finish_rows import ROWS, TILES, Tokens, row_sums
 from .gather_tokens import AtTarget, topk_at_a_time

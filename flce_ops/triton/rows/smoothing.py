@@ -12,7 +12,7 @@ softcap the gradient is made in backward instead, because the slope of each logi
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tiles import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows

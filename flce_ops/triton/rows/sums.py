@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tiles import load_tile, matrix_of
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, row_distance, valid_rows

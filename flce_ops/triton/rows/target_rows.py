@@ -16,7 +16,7 @@ in the GEMM over all classes would cost 0.3 of 1.4 ms at 128x4096x151936.
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tiles import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...support.integers import cdiv, next_power_of_2
+from ...support.sizes import cdiv, next_power_of_2
 from ..gemm.tiles import LIVE
 from ..kernel import Kernel, everywhere
 

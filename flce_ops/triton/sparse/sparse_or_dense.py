@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.arguments import Backward, WithGrad
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.tiles import LIVE, ClassBlocks, Matrix, load_tile
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows

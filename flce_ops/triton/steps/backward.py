@@ -18,8 +18,8 @@ from ... import meta
 from ...math.options import Cotangents
 from ...meta.arguments import Backward, BackwardInPlace
 from ...meta.call import takes
-from ...objectives.row import GivenSlopes
-from ...support.integers import cdiv
+from ...objectives.cross_entropy import GivenSlopes
+from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish

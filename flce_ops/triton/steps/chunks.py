@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...math.options import Operands
-from ...math.reduction import Reduction
+from ...math.weights_and_denominator import Reduction
 from ...meta.call import Arguments
-from ...support.integers import cdiv
 from ...support.path import record_run
+from ...support.sizes import cdiv
 from ...support.workspace import get_workspace, least_rows, matrix_bytes
 from ..gemm.input_gradient import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
 from ..gemm.tiles import WEIGHT_TILES, Tiles, fits_tma, input_tiles_for, multiprocessors, tiles_for, weight_tiles_for

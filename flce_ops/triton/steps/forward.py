@@ -24,7 +24,7 @@ from torch import Tensor
 from ... import meta
 from ...meta.arguments import Forward
 from ...meta.call import takes
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.backends import backend_for

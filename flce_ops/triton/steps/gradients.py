@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...support.integers import cdiv
+from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.input_gradient import SUMMED, Finish, products_of_ranges
 from ..gemm.tiles import EVERY_BLOCK, ClassBlocks, matrix_of

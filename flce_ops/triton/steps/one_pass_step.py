@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...math.options import Operands, Statistics, TokenStatistics
-from ...math.reduction import Reduction
-from ...math.shards import argmax_of_shards
-from ...objectives.row import RowObjective
+from ...math.statistics import argmax_of_shards
+from ...math.weights_and_denominator import Reduction
+from ...objectives.cross_entropy import RowObjective
 from ...objectives.token_function import FunctionObjective
 from ..gemm.input_gradient import Finish
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ... import meta
 from ...math.options import TokenStatistics
-from ...math.shards import Exchange, shard_rows, statistics_of_shard
+from ...math.statistics import Exchange, shard_rows, statistics_of_shard
 from ...meta.arguments import WithGrad
 from ...meta.call import takes
-from ...objectives.cross_entropy import CrossEntropy, cross_entropy_of, topk_weights
-from ...objectives.row import RowObjective
+from ...objectives.cross_entropy import CrossEntropy, RowObjective, cross_entropy_of, topk_weights
 from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
 from ..rows.after_chunks import LossSum

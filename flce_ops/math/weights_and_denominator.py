@@ -3,16 +3,24 @@ gradients.
 
     mean = sum_i token_weight_i loss_i / denominator       denominator: tokens not ignored, or their class weights,
                                                            or the normalizer
+
 Everything here is ordinary differentiable ATen over N numbers.
+
+Tokens whose loss is multiplied by 0 are treated as ignored. They still count in the denominators and in token_accuracy,
+which depend on the target alone. There are three cases in which they are not treated as ignored: token_weight gets a
+gradient, which is made of their losses; metrics are wanted; or the denominator is 0 or nan, so that no weight divided
+by it is 0.
 """
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..support.torch_private import functorch_is_active, plain_apply
+from ..support.torch_private import differentiated, functorch_is_active, plain_apply
+from .options import accumulation_dtype, beside_topk
 
 # N tokens, V vocabulary
 
@@ -134,6 +142,39 @@ class Quotient(Function):
 
 
 apply_quotient = plain_apply(Quotient)
+
+
+def denominator_of(layout: Any, call: Any, problem: Any) -> Tensor | None:  # ()
+    """The denominator, over the tokens of all ranks. `layout` is a OneRank or a Layout, `problem` a TokenLosses."""
+    dtype, target = accumulation_dtype(problem.operands[0].dtype), problem.operands.target
+    if call.normalizer is not None:
+        return layout.number(call.normalizer).to(dtype)
+    weight = problem.denominator_weight
+    denominator = mean_denominator(call.reduction, None, problem.valid, dtype, target, weight)
+    if denominator is None:
+        return None
+    denominator = layout.sum_over_tokens(denominator)
+    return denominator if weight is None else nan_for_nothing(denominator)
+
+
+def weightless(token_weight: Tensor | None, factor: Tensor) -> Tensor | None:  # (N,) bool; None if none is marked
+    """Tokens whose factor is 0. `factor` (N,) multiplies the losses: token_weight divided by the denominator."""
+    if token_weight is None or differentiated(token_weight):
+        return None
+    return factor.detach() == 0.0
+
+
+def without_weightless(layout: Any, problem: Any, token_weight: Tensor | None, factor: Tensor) -> Any:
+    """`problem` with ignore_index as the target of tokens of weight 0. Targets out of range are kept, so that the
+    operator refuses them.
+    """
+    out = None if any(problem.statistics) else weightless(token_weight, factor)
+    if out is None:
+        return problem
+    target = problem.operands.target
+    out = beside_topk(out, target)
+    target = torch.where(out & (target >= 0) & (target < layout.num_classes), problem.ignore_index, target)
+    return replace(problem, operands=problem.operands._replace(target=target))
 
 
 def target_is_argmax(argmax: Tensor, target: Tensor, ignore_index: int) -> Tensor:  # (...), (...) -> (...) bool

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..math.options import Cotangents, accumulation_dtype
-from ..math.shards import target_columns
+from ..math.statistics import target_columns
 
 # N tokens, D hidden, V vocabulary
 

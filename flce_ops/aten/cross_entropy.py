@@ -1,8 +1,11 @@
-"""The operators that make a scalar loss and its gradients in one pass over the logits, of a head or given ones.
+"""The operators of cross-entropy and of token functions, of a head and of given logits.
 
-loss_and_gradients makes the G of a block: an objective (flce_ops/objectives) computes a row's loss and slopes, a
-GradientAccumulator receives G, and SharedRows exchanges row numbers if ranks share the vocabulary. `..._with_grad_`
-writes G over the logits.
+forward      the numbers of each row that a loss needs
+backward     makes the gradient of the logits from the cotangents of these numbers. It recomputes the logits that
+             forward did not save, or reads given ones. For a head, two GEMMs follow.
+with_grad    a scalar loss and its gradients in one pass over the logits. loss_and_gradients makes the G of a block: an
+             objective (flce_ops/objectives) computes a row's loss and slopes, a GradientAccumulator receives G, and
+             SharedRows exchanges row numbers if ranks share the vocabulary. `..._with_grad_` writes G over the logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,18 +14,141 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..math import shards
 from ..math.options import Statistics, TokenStatistics, beside_topk
-from ..math.reduction import Reduction
-from ..math.statistics import lse_of_pair, surprisal
-from ..meta.arguments import LogitsWithGrad, LogitsWithGradInPlace, WithGrad
-from ..objectives.cross_entropy import cross_entropy_of, topk_weights
-from ..objectives.row import RowObjective
+from ..math.statistics import (
+    Exchange,
+    argmax_of_shards,
+    class_weights_of_shards,
+    log_shares,
+    logit_sum_of_shards,
+    lse_of_pair,
+    shard_rows,
+    shards_of_classes,
+    statistics_of_shard,
+    surprisal,
+    target_columns,
+)
+from ..math.weights_and_denominator import Reduction
+from ..meta.arguments import (
+    Backward,
+    BackwardInPlace,
+    Forward,
+    LogitsBackward,
+    LogitsForward,
+    LogitsWithGrad,
+    LogitsWithGradInPlace,
+    WithGrad,
+)
+from ..objectives.cross_entropy import RowObjective, cross_entropy_of, topk_weights
 from ..objectives.token_function import FunctionObjective, token_loss_named
-from .chunks import WHOLE_CHUNK, copied_rows
+from .chunks import (
+    WHOLE_CHUNK,
+    chunk_products,
+    copied_rows,
+    copy_bytes,
+    kernel_of,
+    product_is_rounded,
+    rows_per_chunk,
+    zero_where_ignored,
+)
 from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
-from .logits import BlockNumbers, add_target_and_sum, extra_matrices, reduce_rows, upcast
-from .valid_tokens import kernel_of, zero_where_ignored
+from .logits import (
+    BlockNumbers,
+    add_target_and_sum,
+    extra_matrices,
+    reduce_rows,
+    softmax_factors,
+    softmax_gradient,
+    upcast,
+)
+
+# N tokens, n rows of a chunk, D hidden, V vocabulary
+
+
+@kernel_of(Forward, checks_target=True)
+def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
+    input, linear_weight, _, linear_bias, _ = call.operands
+    num_classes, saved = linear_weight.shape[0], None
+    asked = Statistics(call.argmax, True, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
+    in_block = product_is_rounded(input) + extra_matrices(asked)
+    step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
+    if call.retain:
+        saved = outputs[-1].view(input.dtype)
+        saved[:, num_classes:].zero_()
+        saved[input.shape[0] :].zero_()
+    products = chunk_products(call, input, linear_weight, linear_bias, step, saved=saved)
+    numbers_of_rows(call, outputs, products, asked)
+
+
+@kernel_of(LogitsForward, checks_target=True)
+def logits_forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
+    numbers_of_rows(call, outputs, copied_rows(call), Statistics(argmax=call.argmax))
+
+
+def numbers_of_rows(
+    call: Any,
+    outputs: Sequence[Tensor],
+    products: Iterable[tuple[slice, Tensor]],  # the rows of each chunk and their u, (n, V), which is overwritten
+    asked: Statistics,
+) -> None:
+    made = {result.name: output for result, output in zip(call.results, outputs)}
+    input, target, weight = call.operands[0], call.operands.target, upcast(call.operands.weight, made["lse_pair"].dtype)
+    num_classes, start, whole = call.operands.num_classes, *map(vars(call).get, ("vocab_start", "vocab_size"))
+    if target.dim() == 2 or whole is not None or start:  # a shard, which lacks some classes
+        _, hit, column = target_columns(target, call.ignore_index, start or 0, num_classes)
+    else:
+        hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
+    weight_sum = (num_classes if weight is None else weight.sum()) if call.logit_sum else None
+
+    def numbers(rows: slice, logits: Tensor, own_column: Tensor, own_target_logit: Tensor) -> None:
+        at_target = logits.gather(1, own_column).view_as(own_target_logit)
+        own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
+        found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
+        for name, of_rows in (found._asdict() | {"lse_pair": found.lse_pair}).items():
+            if of_rows is not None and name in made:
+                made[name][rows] = of_rows
+
+    run_blocks(call, products, numbers, column, made["target_logit"])
+
+
+@kernel_of(BackwardInPlace)
+def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
+    main_grad = call.main_grad.data  # with its own version counter: all chunks count as one write
+    torch.autograd.graph.increment_version(call.main_grad)
+    gradients_of_head(call, (grads[0], main_grad, *grads[2:]))
+
+
+@kernel_of(Backward)
+def backward(call: Backward, grads: Sequence[Tensor]) -> None:
+    gradients_of_head(call, grads)
+
+
+@kernel_of(LogitsBackward)
+def logits_backward(call: LogitsBackward, grads: Sequence[Tensor]) -> None:
+    gradients_of_rows(call, copied_rows(call), GivenRows(grads[0]))
+
+
+def gradients_of_head(call: Backward, grads: Sequence[Tensor]) -> None:
+    # p and its factor are separate matrices if the factor depends on the class
+    in_block = int(call.grad_expected_log_prob is not None)
+    retained = None if call.retained is None else call.retained.view(call.operands.input.dtype)
+    gradients_of_rows(call, *products_and_gradients(call, grads, in_block, retained))
+
+
+def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: GradientAccumulator) -> None:
+    operands, start = call.operands, vars(call).get("vocab_start", 0)
+    valid, hit, column = target_columns(operands.target, call.ignore_index, start, operands.num_classes)
+    cotangents = call.cotangents.masked(hit, valid, call.lse_pair.dtype)
+    factors = softmax_factors(call, valid, cotangents.grad_lse)
+    weight = upcast(operands.weight, call.lse_pair.dtype)
+
+    def gradient(rows: slice, logits: Tensor) -> Tensor | None:
+        own = cotangents.of(rows)
+        add_target_and_sum(softmax_gradient(logits, factors.of(rows)), column[rows], own, weight)
+        return own.grad_lse
+
+    run_blocks(call, products, gradient, gradients=gradients)
+
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v of them on this rank
 
@@ -41,7 +167,7 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
         return
     input, target = call.operands.input, call.operands.target
     tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors or ())
-    valid, _, column = shards.target_columns(target, call.ignore_index, 0, call.operands.num_classes)
+    valid, _, column = target_columns(target, call.ignore_index, 0, call.operands.num_classes)
     objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
     loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
 
@@ -74,16 +200,16 @@ def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
     loss, losses, *grads, argmax = outputs[:6]
     target, weight = call.operands.target, call.operands.weight
     vocab_start, own = call.vocab_start, call.operands.num_classes
-    valid, hit, column = shards.target_columns(target, call.ignore_index, vocab_start, own)
+    valid, hit, column = target_columns(target, call.ignore_index, vocab_start, own)
     objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
     own_weight = None if weight is None else weight[vocab_start : vocab_start + own].to(losses.dtype)
     of_shards = None
     if call.loss.label_smoothing:
-        classes = shards.shards_of_classes(slice(0, call.vocab_size), call.ranks)
-        of_shards = shards.class_weights_of_shards(weight, classes, losses)
-    exchange = shards.Exchange(call.group, call.ranks)
-    own_statistics = shards.statistics_of_shard(call.statistics, losses)
-    largest = shards.shard_rows(call.vocab_size, call.ranks)
+        classes = shards_of_classes(slice(0, call.vocab_size), call.ranks)
+        of_shards = class_weights_of_shards(weight, classes, losses)
+    exchange = Exchange(call.group, call.ranks)
+    own_statistics = statistics_of_shard(call.statistics, losses)
+    largest = shard_rows(call.vocab_size, call.ranks)
     products, gradients = products_and_gradients(call, grads, extra_matrices(call.statistics), largest_shard=largest)
     shared = SharedRows(exchange, hit, vocab_start, argmax if call.statistics.argmax else None, of_shards)
     of_rows = (own_weight, objective, valid, column, losses)
@@ -96,7 +222,7 @@ class SharedRows(NamedTuple):
     ranks.
     """
 
-    exchange: shards.Exchange
+    exchange: Exchange
     hit: Tensor
     vocab_start: int
     argmax: Tensor | None  # out
@@ -119,13 +245,13 @@ class SharedRows(NamedTuple):
             sent = [row_max, log_sum, target_logit, *([] if logit_sum is None else [logit_sum])]
             sent += [] if largest is None else [part.to(row_max.dtype) for part in largest]
             gathered = self.exchange.gather(torch.stack(sent))
-            pair, log_share = shards.log_shares(gathered[:, 0], gathered[:, 1])
+            pair, log_share = log_shares(gathered[:, 0], gathered[:, 1])
             if logit_sum is not None:
-                logit_sum = shards.logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
+                logit_sum = logit_sum_of_shards(gathered[:, 3], log_share, self.class_weights)
             share = ((row_max - pair[:, 0]) + (log_sum - pair[:, 1])).exp() / log_share.exp().sum(0)
             target_logit = gathered[:, 2].sum(0)
             if largest is not None:
-                largest = None, shards.argmax_of_shards(gathered[:, -2], gathered[:, -1])
+                largest = None, argmax_of_shards(gathered[:, -2], gathered[:, -1])
         if self.argmax is not None:
             self.argmax[rows] = largest[1]
         # a bias of -inf may switch off all classes of this rank
@@ -151,7 +277,7 @@ def rows_of_call(call: WithGrad | LogitsWithGrad, losses: Tensor) -> tuple[Any, 
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     else:
-        valid, _, column = shards.target_columns(target, call.ignore_index, 0, num_classes)
+        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
         topk_weight = topk_weights(target, target_weight, call.ignore_index, losses.dtype)
     class_weight = upcast(call.operands.weight, losses.dtype)
     of_targets = column.squeeze(1) if topk_weight is None else column
