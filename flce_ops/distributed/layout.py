@@ -252,16 +252,15 @@ def check_local_shapes(op: str, mesh: DeviceMesh, tensors: dict[str, Tensor]) ->
             f"{op}: this process is not part of the mesh of the arguments, {mesh}; call it on the processes of the "
             "mesh only"
         )
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
+    distributed, shape = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}, mesh.shape
+    with torch.no_grad():  # so that autograd records nothing
+        local_shapes = [tensor.to_local().shape for tensor in distributed.values()]
+    for (name, tensor), local in zip(distributed.items(), local_shapes):
         expected = list(tensor.shape)
-        for placement, ranks, rank in zip(tensor.placements, mesh.shape, coordinate):
+        for placement, ranks, rank in zip(tensor.placements, shape, coordinate):
             if splits(placement) and not isinstance(expected[dim := cast(Shard, placement).dim], SYMBOLIC):
                 expected[dim] = size_of_shard(expected[dim], placement, ranks, rank)
-        with torch.no_grad():  # so that autograd records nothing
-            local = tensor.to_local().shape
-        known = [sizes for sizes in zip(local, expected) if not any(isinstance(size, SYMBOLIC) for size in sizes)]
+        known = [sizes for sizes in zip(local, expected) if not isinstance(sizes[0] + sizes[1], SYMBOLIC)]
         if len(local) != len(expected) or any(size != of for size, of in known):
             raise ValueError(
                 f"{op}: {name} is {describe(tensor)} and has shape {tuple(tensor.shape)}, of which the rank at "
@@ -273,13 +272,14 @@ def check_local_shapes(op: str, mesh: DeviceMesh, tensors: dict[str, Tensor]) ->
 
 def size_of_shard(size: int, placement: Placement, ranks: int, rank: int) -> int:
     """How many of `size` rows `rank` has. A strided shard has a shard of each of split_factor pieces."""
+    piece = cdiv(size, getattr(placement, "split_factor", 1)) or 1
+    pieces, rest = divmod(size, piece)
+    return pieces * size_of_chunk(piece, ranks, rank) + size_of_chunk(rest, ranks, rank)
 
-    def size_of_chunk(size: int) -> int:
-        rows = cdiv(size, ranks)
-        return max(0, min(rows, size - rank * rows))
 
-    piece = max(1, cdiv(size, getattr(placement, "split_factor", 1)))
-    return size // piece * size_of_chunk(piece) + size_of_chunk(size % piece)
+def size_of_chunk(size: int, ranks: int, rank: int) -> int:
+    rows = cdiv(size, ranks)
+    return max(0, min(rows, size - rank * rows))
 
 
 def check_dense_shards(op: str, **tensors: DTensor | None) -> None:

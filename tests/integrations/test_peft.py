@@ -236,9 +236,7 @@ def test_an_adapter_with_a_bias_of_its_own(patch_first):
 
 
 def test_peft_around_a_linear_cross_entropy_head():
-    """Of another model than Transformers'. LoRA of the parameter is exact; LoRA of the layer would add its logits to the
-    loss.
-    """
+    """LoRA of the parameter is exact. LoRA of the layer would add its logits to the loss."""
     body = {"target_modules": ["up"], "init_lora_weights": False}
     tokens, target = make_batches(1, 2, torch.device("cpu"))[0]
     for options in ({"target_parameters": ["head.weight"]}, {"modules_to_save": ["head"]}):
@@ -277,8 +275,9 @@ def test_a_hook_on_what_makes_the_logits_of_an_adapted_head_acts_on_them(layer):
     assert torch.equal(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
 
 
-def test_an_adapter_on_the_head_compiles_as_one_graph_and_unpatches():
-    ours, theirs = make_adapted(patch_first=False, **ON_THE_HEAD)
+@pytest.mark.parametrize("options", [ON_THE_HEAD, {"modules_to_save": ["lm_head"]}], ids=["LoRA", "whole"])
+def test_an_adapted_head_compiles_as_one_graph_and_unpatches(options):
+    ours, theirs = make_adapted(patch_first=False, **options)
     batch = make_batch() | {"use_cache": False}
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     check_same(loss_and_gradients(compiled, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))
@@ -290,10 +289,3 @@ def test_prompt_tuning_ignores_its_virtual_tokens():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     theirs = peft.get_peft_model(make_model(), config)
     check_patched(patch(copy.deepcopy(theirs)), theirs)
-
-
-def test_lora_compiles_as_one_graph():
-    ours, theirs = make_adapted(patch_first=False, modules_to_save=["lm_head"])
-    batch = make_batch() | {"use_cache": False}
-    compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    check_same(loss_and_gradients(compiled, **batch)[:1] + ({},), loss_and_gradients(theirs, **batch)[:1] + ({},))

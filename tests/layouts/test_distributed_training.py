@@ -50,11 +50,6 @@ FSDP2_CASES = {
     "reshard after forward": {"reshard_after_forward": True},
     "checkpointed blocks": {"checkpointed": True, "wrapping": "head alone"},
     "gradient accumulation": {"micro_batches": 2},
-    "gradient accumulation, head alone, no reshard": {
-        "micro_batches": 2,
-        "wrapping": "head alone",
-        "reshard_after_forward": False,
-    },
 }
 
 

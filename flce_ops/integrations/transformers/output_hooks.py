@@ -31,7 +31,7 @@ ANY_OUTPUT = (
 
 def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_name: str) -> bool:
     """Whether a hook that may need logits sees the results of `makers`, or the arguments or results of `users`."""
-    hooks = []
+    hooks: list[Callable] = []
     for module in makers:
         hooks += hooks_on_the_output(module)
         hooks += [hook for hook in hooks_on_the_input(module) if is_of(("peft",), hook)]
