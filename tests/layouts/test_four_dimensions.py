@@ -100,7 +100,7 @@ def trains_as_one_process(device, shape, schedule, compiled=False):
     for tokens, target in batches:
         normalizer.copy_((target != -100).sum() / data.size())
         for name, dim in (("dp", 0), ("cp", 1)):
-            tokens, target = (of.chunk(size[name], dim)[rank[name]] for of in (tokens, target))
+            tokens, target = (of.chunk(size[name], dim)[rank[name]].contiguous() for of in (tokens, target))
         found: list[torch.Tensor] = []
         runner.step(*([tokens] if first else []), **({"target": target, "losses": found} if last else {}))
         optimizer.step()
