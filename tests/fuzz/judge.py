@@ -237,7 +237,7 @@ def on_triton(problem: Problem) -> bool:
 
 def spread_in_caps(problem: Problem) -> float:
     """The largest difference of two logits of a token before the softcap, in softcaps."""
-    logits = product(problem.leaves(torch.float64)).detach()
+    logits = product(problem.arguments(problem.leaves(torch.float64))).detach()
     scaled = problem.case.logit_scale * torch.where(logits.isfinite(), logits, 0.0)
     return float((scaled.amax(-1) - scaled.amin(-1)).max()) / problem.case.softcap
 
