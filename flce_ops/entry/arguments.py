@@ -217,7 +217,9 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
     if target.dtype not in checks.TARGET_DTYPES:
         checks.check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
-    if topk and (not same_shape(target.shape[:-1], tokens) or target.dim() != input.dim() or not holds(target.shape[-1] > 0)):
+    if topk and not (
+        target.dim() == input.dim() and same_shape(target.shape[:-1], tokens) and holds(target.shape[-1] > 0)
+    ):
         raise ValueError(
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"

@@ -50,7 +50,9 @@ OF_SEVERAL = {
     "target_weight none": lambda x, w, t, a, y: linear_cross_entropy(
         x, w, two_classes(t), target_weight=weights_of(t, a), reduction="none"
     ),
-    "class probabilities": lambda x, w, t, a, y: linear_cross_entropy(x, w, probabilities_of(y, w), token_weight=a),
+    "class probabilities": lambda x, w, t, a, y: linear_cross_entropy(
+        x, w, probabilities_of(y.detach(), w), token_weight=a
+    ),
     "weighted positions": weighted_positions,
     "normalizer": lambda x, w, t, a, y: linear_cross_entropy(x, w, t, normalizer=x.shape[0] + a.shape[0]),
     "sparse": lambda x, w, t, a, y: linear_cross_entropy(x, w, t, gradient_threshold=0.01, gradient_mode="drop"),
@@ -79,10 +81,13 @@ SHIFTED = {
     "transposed": lambda x, w, t, a, y: linear_cross_entropy(x.transpose(0, 1), w, t.T, token_weight=a.T),
 }
 HEAD = flce_ops.LinearCrossEntropyHead(D, V)
-FUNCTIONS = {
-    name: (lambda function: lambda x, w, t, a, y: function(x, w, t))(function)
-    for name, function in LOSSES_OF_TOKENS.items()
-} | OF_SEVERAL
+
+
+def of_three(function):
+    return lambda x, w, t, a, y: function(x, w, t)
+
+
+FUNCTIONS = {name: of_three(function) for name, function in LOSSES_OF_TOKENS.items()} | OF_SEVERAL
 
 
 def of_masks(x, t, a, y):
@@ -133,8 +138,8 @@ def of_longest(x, t, a, y):
 
 
 def of_both(x, t, a, y):
-    x, t, a, y = of_longest(x, t, a, y)
-    return x[t[:, 0] != -100], t[t[:, 0] != -100], a[t[:, 0] != -100], y[t[:, 0] != -100]
+    first = t.unflatten(0, (-1, T))[:, 0] != -100
+    return tuple(tensor[first] for tensor in of_longest(x, t, a, y))
 
 
 WAYS = (of_nonzero, of_packing, of_parts, of_repeats, of_sequences, of_longest, of_both)
@@ -214,7 +219,6 @@ def test_marked_tensors_compile_for_any_number_of_tokens(name, backend):
 def test_numbers_of_tokens_that_differ_are_refused_when_the_graph_runs(name):
     """Each argument of tokens in turn comes from another mask."""
     arguments = (0, 1) if name == "mean" else (1, 3) if name == "teacher" else (0, 1, 2)
-
     for place in arguments:
 
         def of_other_mask(x, t, a, y, place=place):
