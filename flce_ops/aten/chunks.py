@@ -113,8 +113,8 @@ def kernel_of(
             if checks_target:
                 call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
             results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
-            if call.written == "logits":  # whose rows become those of their gradient
-                results, fills = (*results, call.operands.logits), (*fills, 0.0)
+            if call.written == "input":  # logits, whose rows become those of their gradient
+                results, fills = (*results, call.operands.input), (*fills, 0.0)
             if call.all_count:
                 body(call, results)
             else:
@@ -355,7 +355,7 @@ def chunk_products(
 
 def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
     """The same of given logits: yields the rows of each block, and a copy of their u, in the accumulation dtype."""
-    logits = call.operands.logits
+    logits = call.operands.input
     dtype = accumulation_dtype(logits.dtype)
     step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
     for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):

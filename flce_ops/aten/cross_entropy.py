@@ -33,11 +33,8 @@ from ..meta.arguments import (
     Backward,
     BackwardInPlace,
     Forward,
-    LogitsBackward,
-    LogitsForward,
-    LogitsWithGrad,
-    LogitsWithGradInPlace,
     WithGrad,
+    WithGradInPlace,
 )
 from ..objectives.cross_entropy import RowObjective, cross_entropy_of, topk_weights
 from ..objectives.token_function import FunctionObjective, token_loss_named
@@ -51,7 +48,7 @@ from .chunks import (
     rows_per_chunk,
     zero_where_ignored,
 )
-from .gradients import GivenRows, GradientAccumulator, products_and_gradients, run_blocks
+from .gradients import GradientAccumulator, products_and_gradients, run_blocks
 from .logits import (
     BlockNumbers,
     add_target_and_sum,
@@ -68,8 +65,11 @@ from .logits import (
 @kernel_of(Forward, checks_target=True)
 def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     input, linear_weight, _, linear_bias, _ = call.operands
-    num_classes, saved = linear_weight.shape[0], None
     asked = Statistics(call.argmax, True, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
+    if linear_weight is None:
+        numbers_of_rows(call, outputs, copied_rows(call), asked)
+        return
+    num_classes, saved = linear_weight.shape[0], None
     in_block = product_is_rounded(input) + extra_matrices(asked)
     step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
     if call.retain:
@@ -80,11 +80,6 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     numbers_of_rows(call, outputs, products, asked)
 
 
-@kernel_of(LogitsForward, checks_target=True)
-def logits_forward(call: LogitsForward, outputs: Sequence[Tensor]) -> None:
-    numbers_of_rows(call, outputs, copied_rows(call), Statistics(argmax=call.argmax))
-
-
 def numbers_of_rows(
     call: Any,
     outputs: Sequence[Tensor],
@@ -93,9 +88,9 @@ def numbers_of_rows(
 ) -> None:
     made = {result.name: output for result, output in zip(call.results, outputs)}
     input, target, weight = call.operands[0], call.operands.target, upcast(call.operands.weight, made["lse_pair"].dtype)
-    num_classes, start, whole = call.operands.num_classes, *map(vars(call).get, ("vocab_start", "vocab_size"))
+    num_classes, start, whole = call.operands.num_classes, call.vocab_start, call.vocab_size
     if target.dim() == 2 or whole is not None or start:  # a shard, which lacks some classes
-        _, hit, column = target_columns(target, call.ignore_index, start or 0, num_classes)
+        _, hit, column = target_columns(target, call.ignore_index, start, num_classes)
     else:
         hit, column = None, zero_where_ignored(input, target).long().unsqueeze(1)
     weight_sum = (num_classes if weight is None else weight.sum()) if call.logit_sum else None
@@ -115,29 +110,21 @@ def numbers_of_rows(
 def backward_in_place(call: BackwardInPlace, grads: Sequence[Tensor]) -> None:
     main_grad = call.main_grad.data  # with its own version counter: all chunks count as one write
     torch.autograd.graph.increment_version(call.main_grad)
-    gradients_of_head(call, (grads[0], main_grad, *grads[2:]))
+    gradients_of_rows(call, (grads[0], main_grad, *grads[2:]))
 
 
 @kernel_of(Backward)
 def backward(call: Backward, grads: Sequence[Tensor]) -> None:
-    gradients_of_head(call, grads)
+    gradients_of_rows(call, grads)
 
 
-@kernel_of(LogitsBackward)
-def logits_backward(call: LogitsBackward, grads: Sequence[Tensor]) -> None:
-    gradients_of_rows(call, copied_rows(call), GivenRows(grads[0]))
-
-
-def gradients_of_head(call: Backward, grads: Sequence[Tensor]) -> None:
+def gradients_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     # p and its factor are separate matrices if the factor depends on the class
     in_block = int(call.grad_expected_log_prob is not None)
     retained = None if call.retained is None else call.retained.view(call.operands.input.dtype)
-    gradients_of_rows(call, *products_and_gradients(call, grads, in_block, retained))
-
-
-def gradients_of_rows(call: Any, products: Iterable[tuple[slice, Tensor]], gradients: GradientAccumulator) -> None:
-    operands, start = call.operands, vars(call).get("vocab_start", 0)
-    valid, hit, column = target_columns(operands.target, call.ignore_index, start, operands.num_classes)
+    products, gradients = products_and_gradients(call, grads, in_block, retained)
+    operands = call.operands
+    valid, hit, column = target_columns(operands.target, call.ignore_index, call.vocab_start, operands.num_classes)
     cotangents = call.cotangents.masked(hit, valid, call.lse_pair.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     weight = upcast(operands.weight, call.lse_pair.dtype)
@@ -161,35 +148,28 @@ def with_grad(call: WithGrad, outputs: Sequence[Tensor]) -> None:
         return with_grad_of_shard(call, outputs)
     loss, losses, *results, log_probs, of_scale = outputs
     grads, statistics = (*results[:3], of_scale), TokenStatistics.found(call.statistics, results[3:])
-    of_head = products_and_gradients(call, grads, extra_matrices(call.statistics))
+    products, gradients = products_and_gradients(call, grads, extra_matrices(call.statistics))
     if call.function is None:
-        loss.copy_(loss_and_gradients(call, *of_head, *rows_of_call(call, losses), statistics=statistics))
+        rows = rows_of_call(call, losses)
+        loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
         return
     input, target = call.operands.input, call.operands.target
     tensors = tuple(zero_where_ignored(input, tensor) for tensor in call.tensors or ())
     valid, _, column = target_columns(target, call.ignore_index, 0, call.operands.num_classes)
     objective = FunctionObjective(token_loss_named(call.function), tensors, target != call.ignore_index)
-    loss.copy_(loss_and_gradients(call, *of_head, None, objective, valid, column, losses, log_probs=log_probs))
+    rows = None, objective, valid, column, losses
+    loss.copy_(loss_and_gradients(call, products, gradients, *rows, log_probs=log_probs))
 
 
-@kernel_of(LogitsWithGrad, checks_target=True)
-def logits_with_grad(call: LogitsWithGrad, outputs: Sequence[Tensor]) -> None:
-    loss, losses, grad_logits, argmax = outputs
-    of_logits(call, loss, losses, argmax, grad_logits)
-
-
-@kernel_of(LogitsWithGradInPlace, checks_target=True)
-def logits_with_grad_in_place(call: LogitsWithGradInPlace, outputs: Sequence[Tensor]) -> None:
+@kernel_of(WithGradInPlace, checks_target=True)
+def with_grad_in_place(call: WithGradInPlace, outputs: Sequence[Tensor]) -> None:
     """The row of the k-th valid token is written at place k, which is never after the token's own place. So no row is
     overwritten before it is read.
     """
-    of_logits(call, *outputs)
-
-
-def of_logits(call: LogitsWithGrad, loss: Tensor, losses: Tensor, argmax: Tensor, grad_logits: Tensor) -> None:
-    statistics = TokenStatistics(argmax if call.argmax else None)
-    products, gradients, rows = copied_rows(call), GivenRows(grad_logits), rows_of_call(call, losses)
-    loss.copy_(loss_and_gradients(call, products, gradients, *rows, statistics=statistics))
+    loss, losses, argmax, grad_logits = outputs
+    statistics = TokenStatistics(argmax if call.statistics.argmax else None)
+    products, gradients = products_and_gradients(call, [grad_logits])
+    loss.copy_(loss_and_gradients(call, products, gradients, *rows_of_call(call, losses), statistics=statistics))
 
 
 def with_grad_of_shard(call: WithGrad, outputs: Sequence[Tensor]) -> None:
@@ -270,10 +250,10 @@ def fill_statistics(statistics: TokenStatistics, rows: slice, of_block: BlockNum
             of_tokens[rows] = of_rows
 
 
-def rows_of_call(call: WithGrad | LogitsWithGrad, losses: Tensor) -> tuple[Any, ...]:
+def rows_of_call(call: WithGrad, losses: Tensor) -> tuple[Any, ...]:
     """The class weights, the objective, the valid tokens, the targets' columns and the losses of a cross-entropy."""
     input, target, num_classes = call.operands[0], call.operands.target, call.operands.num_classes
-    target_weight, topk_weight = vars(call).get("target_weight"), None
+    target_weight, topk_weight = call.target_weight, None
     if target_weight is None:
         valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
     else:

@@ -170,7 +170,8 @@ class GivenRows(GradientAccumulator):
         self.grad_logits = grad_logits
 
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
-        self.grad_logits[rows] = grad_logits
+        if self.grad_logits.numel():
+            self.grad_logits[rows] = grad_logits
 
     def finish(self) -> None:
         """All is written."""
@@ -236,7 +237,9 @@ def products_and_gradients(
     retained: Tensor | None = None,
     largest_shard: int | None = None,  # of ranks that share the vocabulary; a chunk is one block then
 ) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
-    """Of a head: each chunk's rows and u, and what its G is added to."""
+    """Each chunk's rows and u, and what its G is added to."""
+    if call.operands.linear_weight is None:
+        return chunks.copied_rows(call), GivenRows(grads[0])
     (input, linear_weight, *_), places = call.operands, places_of(call)
     in_block += chunks.product_is_rounded(input) + (call.logits.softcap is not None)
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..math.options import Cotangents, LogitOptions, Statistics, accumulation_dtype, changed, in_columns
-from ..meta.arguments import Backward, LogitsBackward
+from ..meta.arguments import Backward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v classes of this rank
 
@@ -74,13 +74,13 @@ class SoftmaxFactors(NamedTuple):
         return changed(self, lambda factor: factor[rows])
 
 
-def softmax_factors(call: Backward | LogitsBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
     """The factors of a call. `grad_lse` comes from Cotangents.masked.
 
     The reference of ignored rows becomes inf: with 0, exp(z - reference) could be inf, and inf times 0 is nan.
     """
     (reference, log_sum), factor, expected = call.lse_pair.unbind(-1), grad_lse, None
-    if isinstance(call, Backward) and call.grad_expected_log_prob is not None:
+    if call.grad_expected_log_prob is not None:
         expected = torch.where(valid, call.grad_expected_log_prob, 0.0).to(log_sum.dtype)
         factor = (0.0 if factor is None else factor) - expected * (call.expected_log_prob + log_sum)
     share = torch.exp(-log_sum)

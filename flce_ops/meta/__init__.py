@@ -30,7 +30,7 @@ Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 AXES = {  # aten/chunks.py finds the tensors with rows of tokens by it, too
-    **{"input": "ND", "linear_weight": "VD", "linear_bias": "V", "weight": "V", "logits": "NV", "target": "N"},
+    **{"input": "ND", "linear_weight": "VD", "linear_bias": "V", "weight": "V", "target": "N"},
     **{"teacher_input": "NE", "teacher_weight": "VE", "teacher_bias": "V", "teacher_probs": "NV", "valid": "N"},
     **dict.fromkeys(("expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"),
     **dict.fromkeys((*Cotangents._fields, "target_weight"), "N"),
@@ -56,8 +56,9 @@ def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
         like, size = first, tokens
         if operand in operands._fields:
             of = getattr(operands, operand)
-            # grad_linear_bias has this shape even without a linear_bias
-            like, size = (first, operands[1].shape[0]) if of is None else (of, of.shape)
+            # grad_linear_bias has this shape even without a linear_bias; without a head it is (0,)
+            of_none = 0 if operands[1] is None else operands[1].shape[0]
+            like, size = (first, of_none) if of is None else (of, of.shape)
             dtype = like.dtype
         if asked is not None and not (call.output_mask[asked] if isinstance(asked, int) else asked(call)):
             size = 0
@@ -79,6 +80,10 @@ def checked(arguments: type[Arguments]) -> list[tuple[int, str, str, int]]:  # p
 def check_shapes(call: Any) -> None:
     values, device = call.values(), call.operands[0].device
     sizes = {"2": 2}
+    if call.operands.linear_weight is None:  # given logits
+        sizes["V"] = call.operands.input.shape[-1]
+        if call.operands.linear_bias is not None or call.sparse.gradient_threshold:
+            raise ValueError(f"{call.op}: expected neither linear_bias nor gradient_threshold without linear_weight")
     for place, name, axes, most in checked(call.__class__):
         tensor = values[place]
         if tensor is None or (name == "weight" and vars(call).get("group") is not None):  # of all ranks

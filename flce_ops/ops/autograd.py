@@ -5,12 +5,13 @@ backward           saves its arguments                                   <- the 
 kl_div_forward     saves its operands, row statistics                    <- kl_div_backward
 kl_div_backward    saves nothing                                         <- refused with an error
 
-The operators of given logits are like those of a head. A teacher is constant: requesting a gradient for it is an error.
+A teacher is constant: requesting a gradient for it is an error.
 """
 
 import torch
 from torch import Tensor
 
+from .._ops import add_op_namespace_prefix
 from ..math.options import TEACHER, Cotangents
 from ..meta.arguments import (
     Backward,
@@ -18,8 +19,6 @@ from ..meta.arguments import (
     Forward,
     KlDivBackward,
     KlDivForward,
-    LogitsBackward,
-    LogitsForward,
 )
 from ..meta.checks import check_constants
 from ..objectives.divergence import DIVERGENCES
@@ -36,6 +35,10 @@ class ForwardFunction(OperatorFunction):
     arguments = Forward
     learns = ("logit_scale",)
     with_derivative = ("target_logit", "lse_pair", "logit_sum", "expected_log_prob")
+
+    @classmethod
+    def check(cls, values):
+        refuse_scale_of_given_logits(cls.arguments, values)
 
     @classmethod
     def with_gradient(cls, values):
@@ -88,6 +91,12 @@ class ForwardFunction(OperatorFunction):
         return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
 
 
+def refuse_scale_of_given_logits(arguments, values):
+    scale = values[arguments.index["logit_scale"]]
+    if values[1] is None and scale is not None and scale.requires_grad:
+        refuse_hole(add_op_namespace_prefix(arguments.op), "number", name="logit_scale")
+
+
 def of_lse(grad_pair: Tensor | None) -> Tensor | None:  # (N, 2) -> (N,)
     return None if grad_pair is None else grad_pair[:, 1]
 
@@ -130,32 +139,6 @@ class BackwardInPlaceFunction(OperatorFunction):
 
 
 # N tokens, V vocabulary
-
-
-class LogitsForwardFunction(OperatorFunction):
-    arguments = LogitsForward
-    function = "cross_entropy"
-    with_derivative = ("target_logit", "lse_pair", "logit_sum")
-
-    @classmethod
-    def for_backward(cls, ctx, values, results):
-        return (results[1],)
-
-    @classmethod
-    def gradients(cls, ctx, values, saved, grad_target_logit, grad_pair, grad_logit_sum, *_):
-        cotangents = Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum)
-        values = LogitsBackward.like(LogitsForward.of(values), cotangents=cotangents, lse_pair=saved[0])
-        return {"logits": LogitsBackward.dispatched(values)}
-
-
-class LogitsBackwardFunction(OperatorFunction):
-    arguments = LogitsBackward
-    function = "cross_entropy"
-    with_derivative = ("grad_logits",)
-
-    @classmethod
-    def gradients(cls, ctx, values, saved, grad_grad_logits):
-        return second_derivatives(LogitsBackward.of(values), [grad_grad_logits])
 
 
 class KlDivFunction(OperatorFunction):

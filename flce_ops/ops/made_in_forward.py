@@ -19,7 +19,7 @@ from torch import Tensor
 from .._ops import ops
 from ..math.options import TEACHER, Operands, tokens_that_count
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
-from ..meta.arguments import Backward, Forward, KlDivWithGrad, LogitsWithGrad, LogitsWithGradInPlace, WithGrad
+from ..meta.arguments import Backward, Forward, KlDivWithGrad, WithGrad, WithGradInPlace
 from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
 from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
@@ -33,7 +33,7 @@ from ..support.torch_private import (
     root_of,
     written_over_where_donated,
 )
-from .autograd import KlDivFunction
+from .autograd import KlDivFunction, refuse_scale_of_given_logits
 from .function import OPERANDS, OperatorFunction, restore, save
 
 # N tokens, D hidden, V vocabulary
@@ -117,9 +117,7 @@ class MadeInForward(OperatorFunction):
                 products, losses = cls.made_again(ctx, arguments.of(values), grad_loss)
                 places = [index[name] for name in arguments.made]
             else:
-                mask = [*values[index["output_mask"]]] if "output_mask" in index else [True]
-                if "scale_gradient" in index:
-                    mask.append(values[index["scale_gradient"]])
+                mask = [*values[index["output_mask"]], values[index["scale_gradient"]]]
                 for name, was_made, gradient in zip(arguments.made, mask, cls.made(ctx, saved)):
                     place = index[name]
                     if was_made and needs[place]:
@@ -127,7 +125,7 @@ class MadeInForward(OperatorFunction):
                         places.append(place)
                         # takes the last operand that needs a gradient, rather a parameter than input: parameters stay
                         # in memory anyway, but a compiled graph would have to save input
-                        leaf = values[place] if name in OPERANDS or name == "logits" else leaf
+                        leaf = values[place] if name in OPERANDS else leaf
                 products = multiplied(here, grad_loss, leaf)
             for place, product in zip(places, products):
                 found[place] = product if needs[place] else None
@@ -148,12 +146,18 @@ class WithGradFunction(MadeInForward):
         if name is not None:
             for place, tensor in enumerate(values[WithGrad.index["tensors"]]):
                 check_constants(WithGrad.op, **{token_loss_named(name).name_of_tensor(place): tensor})
+        refuse_scale_of_given_logits(cls.arguments, values)
 
     @classmethod
     def for_backward(cls, ctx, values, results):
         name = values[WithGrad.index["function"]]
         # a function without a registered name lives as long as this
         ctx.token_loss = None if name is None else token_loss_named(name)
+        if values[1] is None:  # given logits are not kept until backward, so that they can be freed
+            leaf = traced_leaf(values[0])
+            for place in cls.arguments.tensor_places:
+                values[place] = None
+            values[0] = leaf
         return super().for_backward(ctx, values, results)
 
     @classmethod
@@ -163,6 +167,8 @@ class WithGradFunction(MadeInForward):
         caller.
         """
         of_cross_entropy = call.function is None
+        if call.operands.linear_weight is None:
+            refuse_hole(cls.called(), "second of given logits")
         assert call.group is None, "distributed/vocab_parallel.py has this derivative"
         if of_cross_entropy and call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
@@ -187,19 +193,6 @@ class WithGradFunction(MadeInForward):
         return gradients, torch.where(valid, losses, 0.0)
 
 
-class LogitsWithGradFunction(MadeInForward):
-    """Does not keep the logits until backward, so that they can be freed."""
-
-    arguments = LogitsWithGrad
-    function = "cross_entropy"
-    second_derivative = "second of given logits"
-
-    @classmethod
-    def for_backward(cls, ctx, values, results):
-        values[:] = [traced_leaf(values[0])] + [None] * (len(values) - 1)
-        return super().for_backward(ctx, values, results)
-
-
 USED_AFTERWARDS = (
     "cross_entropy: with inplace_backward=True the logits hold their gradient after the call, but something computed "
     "from them since then wants a gradient; compute it before the loss, or pass inplace_backward=False"
@@ -210,7 +203,7 @@ ASKED_AFTERWARDS = (
 )
 
 
-class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
+class WithGradInPlaceFunction(WithGradFunction):
     """Same as the class above, but the gradient overwrites the logits. The root is the tensor whose elements the logits
     are a view of. The root is returned, too, and marked dirty, so autograd's version check refuses backward functions
     that saved it earlier. If a gradient arrives for the returned root, some code has read the gradient as if it were
@@ -218,7 +211,8 @@ class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
     logits flows to the operation that computed them.
     """
 
-    arguments = LogitsWithGradInPlace
+    arguments = WithGradInPlace
+    function = "cross_entropy"
 
     @classmethod
     def with_gradient(cls, values):
@@ -232,10 +226,9 @@ class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
         return super().run(values)[:3]
 
     @classmethod
-    def forward(cls, logits, target, *others):
-        *others, root = others
-        logits = root.view(logits.shape)
-        return *super().forward(logits, target, *others), root
+    def forward(cls, *values):
+        logits, *values, root = values
+        return *super().forward(root.view(logits.shape), *values), root
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
@@ -245,7 +238,9 @@ class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
         leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
         ctx.mark_dirty(grad_logits)
         ctx.mark_non_differentiable(losses, argmax)
-        save(ctx, cls.arguments, [leaf] + [None] * (len(cls.arguments.index) - 1), losses, grad_logits)
+        values = [leaf] + [None] * (len(cls.arguments.index) - 1)
+        values[cls.arguments.index["output_mask"]] = [True, False, False]
+        save(ctx, cls.arguments, values, losses, grad_logits)
 
     @classmethod
     def check_cotangents(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):

@@ -231,7 +231,7 @@ def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
     logits.requires_grad_()
     with Recorded(lambda func, *_: [] if func.is_view else [func.overloadpacket.__name__]) as calls:
         flce_ops.cross_entropy(logits, target)
-    assert calls.seen == ["cross_entropy_with_grad"]
+    assert calls.seen == ["linear_cross_entropy_with_grad"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -242,14 +242,16 @@ def test_operators(dtype, options):
     numbers, scale = scalars(options), torch.rand(9)
     opcheck(flce.cross_entropy.default, (logits, target), options)
     opcheck(flce.cross_entropy_metrics.default, (logits, target), {"reduction": "none"})
-    opcheck(flce.cross_entropy_forward.default, (logits, target, None), {"logit_sum": True, "argmax": True, **numbers})
-    opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, scale), {"label_smoothing": 0.1, **numbers})
+    given, mask = (logits, None, target, None, None), {"output_mask": [True, False, False]}
+    opcheck(flce.linear_cross_entropy_forward.default, given, {"logit_sum": True, "argmax": True, **numbers})
+    smoothed = {"label_smoothing": 0.1, **mask, **numbers}
+    opcheck(flce.linear_cross_entropy_with_grad.default, (*given, scale), smoothed)
     for denominator in (None, torch.tensor(3.0)):
-        opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, None, denominator), numbers)
-    pair = flce.cross_entropy_forward(logits.detach(), target, None)[1]
+        opcheck(flce.linear_cross_entropy_with_grad.default, (*given, None, denominator), mask | numbers)
+    pair = flce.linear_cross_entropy_forward(logits.detach(), *given[1:])[1]
     of_token = torch.randn_like(pair[:, 0])
-    opcheck(flce.cross_entropy_backward.default, (of_token, of_token, None, logits, target, None, pair), numbers)
+    opcheck(flce.linear_cross_entropy_backward.default, (of_token, of_token, None, *given, pair), mask | numbers)
     # a leaf that requires a gradient cannot be overwritten
-    for op, others in ((flce.cross_entropy_.default, ()), (flce.cross_entropy_with_grad_.default, (None, scale))):
-        opcheck(op, (logits.detach(), target, *others), {})
+    opcheck(flce.cross_entropy_.default, (logits.detach(), target), {})
+    opcheck(flce.cross_entropy_with_grad_.default, (logits.detach(), *given[1:], scale), mask)
     opcheck(flce.cross_entropy_metrics_.default, (logits.detach(), target), {})
