@@ -17,7 +17,7 @@ for tensors and in_triton.py for kernels:
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
-    return times(weight, ...), ...  of_target.jit      the same source with the words of a kernel, for Triton
+    return weight * ..., ...        of_target.jit      the same source with the words of a kernel, for Triton
 
 Cross-entropy of one class, or of K classes, a token.
 
@@ -46,7 +46,6 @@ from ..math.options import (
     Ranges,
     Scalar,
     TokenLosses,
-    beside_topk,
     numbers_of,
     scalar_unless,
 )
@@ -74,16 +73,7 @@ def of_tokens(values: Tensor, at: Any) -> Tensor:
     return values
 
 
-def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
-    """factor * values. If either is the number 1, no operation runs, because for small tensors the overhead of a launch
-    dominates.
-    """
-    if isinstance(factor, float) and factor == 1.0:
-        return values
-    return factor if isinstance(values, float) and values == 1.0 else factor * values
-
-
-WORDS = ("where", "constant", "number", "of_tokens", "times")
+WORDS = ("where", "constant", "number", "of_tokens")
 
 
 class RowFunction:
@@ -170,15 +160,11 @@ class RowObjective(RowNumbers):
 
     def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each
         """The cotangents of the row numbers for the scalar sum_i scale_i loss_i."""
-        (d_target, d_lse), d_sum = slopes, self.d_sum
-        by_target = beside_topk(scale, d_target) if isinstance(d_target, Tensor) else scale
-
-        def scaled(slope: Slope, scale: Tensor) -> Any:
-            if self.bounded:
-                return torch.where(slope == 0.0, 0.0, slope * scale)
-            return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
-
-        return Cotangents(scaled(d_target, by_target), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)
+        of_targets, d_sum = scale.unsqueeze(-1) if self.soft else scale, self.d_sum
+        d_target, d_lse = slopes[0] * of_targets, slopes[1] * scale
+        if self.bounded:
+            d_target, d_lse = (torch.where(slope == 0.0, 0.0, of) for slope, of in zip(slopes, (d_target, d_lse)))
+        return Cotangents(d_target, d_lse, None if d_sum is None else d_sum * scale)
 
 
 class GivenSlopes(RowObjective):
@@ -244,7 +230,7 @@ class CrossEntropy(RowObjective):
         factor = 1.0 - loss.options.label_smoothing
         if weight is not None:
             factor = factor * weight
-        return times(factor, surprisal), factor
+        return factor * surprisal, factor
 
     @RowFunction
     def of_row(value, slope, lse, logit_sum, at, loss):

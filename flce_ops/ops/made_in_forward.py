@@ -186,7 +186,7 @@ class WithGradFunction(MadeInForward):
             tensors = tuple(zero_where(~valid, tensor) for tensor in call.tensors)
             objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
         losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, rows.logit_sum if smoothed else None)
-        scale = call.reduction.scale_of_tokens(valid, dtype)
+        scale, _ = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)
         known = {"lse_pair": rows.lse_pair, "retained": retained if retained.shape[0] else None}
         gradients = Backward.dispatched(Backward.like(call, cotangents=cotangents, operands=operands, **known))
