@@ -42,12 +42,11 @@ from torch import Tensor
 
 from .. import meta
 from ..math.options import accumulation_dtype, tokens_that_count
-from ..meta import AXES
-from ..meta.call import Arguments, takes
+from ..meta.call import AXES, Arguments, takes
 from ..objectives.token_function import zero_where
 from ..support.path import record_run
 from ..support.target_range import assert_in_range, in_range
-from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace, matrix_bytes
+from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
 
@@ -267,14 +266,14 @@ def chunk_product(
     return out
 
 
-def bytes_for_matrices(input: Tensor | RowsByChunk) -> int:
-    """Bytes beside the vectors of all tokens, ignored ones included."""
-    return matrix_bytes(input.tokens if isinstance(input, RowsByChunk) else input.shape[0])
+def tokens_of(input: Tensor) -> int:
+    """N, including ignored tokens: the length of the vectors that need memory beside a chunk."""
+    return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
 
 
-def block_bytes(input: Tensor) -> int:
-    share = bytes_for_matrices(input) // BLOCK_SHARE
-    return min(share, CPU_BLOCK_BYTES) if input.device.type == "cpu" else share
+def block_bytes(input: Tensor, nbytes: int) -> int:
+    """Bytes of one matrix of a block. `nbytes` are those of the workspace for matrices."""
+    return min(nbytes // BLOCK_SHARE, CPU_BLOCK_BYTES) if input.device.type == "cpu" else nbytes // BLOCK_SHARE
 
 
 def sums_in_float32(input: Tensor, elements: int, count: int) -> bool:
@@ -286,6 +285,7 @@ def sums_in_float32(input: Tensor, elements: int, count: int) -> bool:
 
 def rows_per_chunk(
     input: Tensor,
+    nbytes: int,  # of the workspace, for matrices
     num_classes: int,
     *,
     matrices: int = 0,
@@ -305,11 +305,10 @@ def rows_per_chunk(
     of_entry = 4 + size if size < 4 and input.device.type == "cuda" else size
     row_bytes = num_classes * (of_entry + matrices * max(size, 4)) + bytes_of_row
     # On a CPU, chunks are views of `input` if no token is ignored and BLAS can read them. Otherwise they are copies.
-    if not on_cpu or isinstance(input, RowsByChunk) or not readable(input):
+    if not on_cpu or isinstance(input, RowsByChunk) or not (input.is_contiguous() or readable(input)):
         row_bytes += hidden * size
-    nbytes, least = bytes_for_matrices(input) - reserved, CPU_ROWS_AT_LEAST if on_cpu else ROWS_AT_LEAST
-    if matrices_in_block:
-        nbytes -= matrices_in_block * block_bytes(input)
+    nbytes -= reserved + (matrices_in_block and matrices_in_block * block_bytes(input, nbytes))
+    least = CPU_ROWS_AT_LEAST if on_cpu else ROWS_AT_LEAST
     for sum_bytes in (0, 4 * summed + PRODUCT_BYTES):
         rows = (nbytes - sum_bytes) // row_bytes
         if on_cpu:
@@ -367,11 +366,11 @@ def chunk_products(
         yield chunk, u
 
 
-def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
+def copied_rows(call: Any, nbytes: int) -> Iterator[tuple[slice, Tensor]]:
     """The same of given logits: yields the rows of each block, and a copy of their u, in the accumulation dtype."""
     logits = call.operands.input
     dtype = accumulation_dtype(logits.dtype)
-    step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
+    step = max(block_bytes(logits, nbytes) // (logits.shape[1] * dtype.itemsize), 1)
     step = min(step, max(logits.shape[0], 1))
     parts = cut(0, logits.shape[0], step)
     record_run(call, step, len(parts))
@@ -397,8 +396,6 @@ VECTORS_AT_LEAST = 16  # the fewest rows or columns of a slice, however small th
 
 
 def readable(matrix: Tensor) -> bool:
-    if matrix.is_contiguous():
-        return True
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return not matrix.numel() or (across == 1 and down >= columns) or (down == 1 and across >= rows)
 
@@ -407,7 +404,7 @@ def copy_bytes(*matrices: Tensor | None) -> int:
     """Bytes for the copies of one slice of each of those matrices that BLAS cannot read."""
     largest = 0
     for matrix in matrices:
-        if matrix is not None and not readable(matrix):
+        if matrix is not None and not (matrix.is_contiguous() or readable(matrix)):
             largest = max(largest, matrix.numel() * matrix.element_size())
     return min(get_workspace() // COPY_SHARE, largest) if largest else 0
 

@@ -35,6 +35,7 @@ from ..meta.arguments import (
 )
 from ..objectives.cross_entropy import cross_entropy_of, topk_weights
 from ..objectives.token_function import FunctionObjective, token_loss_named
+from ..support.workspace import matrix_bytes
 from .chunks import (
     WHOLE_CHUNK,
     block_bytes,
@@ -44,13 +45,13 @@ from .chunks import (
     kernel_of,
     product_is_rounded,
     rows_per_chunk,
+    tokens_of,
     zero_where_ignored,
 )
 from .gradients import logit_blocks, products_and_gradients
 from .logits import (
     BlockNumbers,
     add_target_and_sum,
-    extra_matrices,
     reduce_rows,
     softmax_factors,
     softmax_gradient,
@@ -65,11 +66,13 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     made = {result.name: output for result, output in zip(call.results, outputs)}
     (input, linear_weight, target, _, weight), num_classes = call.operands, call.operands.num_classes
     asked = Statistics(call.argmax, True, call.expected_log_prob, call.log_sum_sq_probs, call.mean_logit)
+    nbytes = matrix_bytes(tokens_of(input))
     if linear_weight is None:
-        products = copied_rows(call)
+        products = copied_rows(call, nbytes)
     else:
-        in_block = product_is_rounded(input) + extra_matrices(asked)
-        step = rows_per_chunk(input, num_classes, matrices_in_block=in_block, reserved=copy_bytes(linear_weight))
+        in_block = product_is_rounded(input) + (asked.entropy or asked.log_sum_sq_probs)  # z - row_max, or E^2
+        reserved = copy_bytes(linear_weight)
+        step = rows_per_chunk(input, nbytes, num_classes, matrices_in_block=in_block, reserved=reserved)
         saved = None
         if call.retain:
             saved = outputs[-1].view(input.dtype)
@@ -82,9 +85,9 @@ def forward(call: Forward, outputs: Sequence[Tensor]) -> None:
     else:
         column = zero_where_ignored(input, target).long().unsqueeze(1)
     weight_sum = (num_classes if weight is None else weight.sum()) if call.logit_sum else None
-    nbytes, vectors = block_bytes(input), (column, made["target_logit"])
+    of_block, vectors = block_bytes(input, nbytes), (column, made["target_logit"])
     for chunk, product in products:
-        for rows, logits, own_column, own_target_logit in logit_blocks(call, chunk, product, nbytes, *vectors):
+        for rows, logits, own_column, own_target_logit in logit_blocks(call, chunk, product, of_block, *vectors):
             at_target = logits.gather(1, own_column).view_as(own_target_logit)
             own_target_logit.copy_(at_target if hit is None else torch.where(hit[rows], at_target, 0.0))
             found = reduce_rows(logits, asked, call.num_classes, weight, weight_sum)
@@ -110,16 +113,17 @@ def gradients_of_rows(call: Backward, grads: Sequence[Tensor]) -> None:
     # p and its factor are separate matrices if the factor depends on the class
     in_block = int(call.grad_expected_log_prob is not None)
     retained = None if call.retained is None else call.retained.view(call.operands.input.dtype)
-    products, gradients = products_and_gradients(call, grads, in_block, retained)
+    nbytes = matrix_bytes(tokens_of(call.operands.input))
+    products, gradients = products_and_gradients(call, grads, nbytes, in_block, retained)
     operands = call.operands
     valid, hit, column = target_columns(operands.target, call.ignore_index, call.vocab_start, operands.num_classes)
     cotangents = call.cotangents.masked(hit, valid, call.lse_pair.dtype)
     factors = softmax_factors(call, valid, cotangents.grad_lse)
     weight = upcast(operands.weight, call.lse_pair.dtype)
 
-    nbytes = block_bytes(operands.input)
+    of_block = block_bytes(operands.input, nbytes)
     for chunk, product in products:
-        for rows, logits in gradients.blocks(chunk, product, nbytes):
+        for rows, logits in gradients.blocks(chunk, product, of_block):
             own = cotangents.of(rows)
             add_target_and_sum(softmax_gradient(logits, factors.of(rows)), column[rows], own, weight)
             gradients.grad_lse = own.grad_lse
@@ -142,16 +146,19 @@ def loss_and_gradients(call: WithGrad, outputs: Sequence[Tensor]) -> None:
         class_weight, objective, valid, column, shared = rows_of_shard(call, losses, statistics.argmax)
         statistics = statistics_of_shard(asked, losses)
     grads = results[:3] if shared is not None else [*results[:3], of_scale]
-    products, gradients = products_and_gradients(call, grads, extra_matrices(asked))
+    nbytes = matrix_bytes(tokens_of(call.operands.input))
+    in_block = asked.entropy or asked.log_sum_sq_probs  # z - row_max, or E^2
+    products, gradients = products_and_gradients(call, grads, nbytes, int(in_block))
     scale, denominator = call.reduction.scale_of_tokens(valid, losses.dtype)
     soft, weight_sum = objective.soft, None
     if objective.d_sum is not None:
         weight_sum = call.operands.num_classes if class_weight is None else class_weight.sum()
-    nbytes = block_bytes(call.operands.input) if shared is None else WHOLE_CHUNK  # one exchange a chunk
+    # with one exchange a chunk
+    of_block = block_bytes(call.operands.input, nbytes) if shared is None else WHOLE_CHUNK
     vectors = column, valid, scale, losses
     for chunk, product in products:
         for rows, logits, own_column, own_valid, own_scale, own_losses in gradients.blocks(
-            chunk, product, nbytes, *vectors
+            chunk, product, of_block, *vectors
         ):
             target_logit = logits.gather(1, own_column) if soft else logits.gather(1, own_column).squeeze(1)
             numbers = reduce_rows(logits, asked, objective.num_classes, class_weight, weight_sum)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..math.options import accumulation_dtype
 from ..math.sparse_gradient import keep_entries
 from ..math.statistics import shard_rows
 from ..meta.arguments import Backward, BackwardInPlace, WithGrad
@@ -50,7 +49,7 @@ class GradientAccumulator:
     ) -> None:
         (self.input, self.linear_weight, *_), self.mask, self.logits = call.operands, call.output_mask, call.logits
         self.grad_input, self.grad_linear_weight, self.grad_linear_bias, *of_scale = grads
-        accumulate = accumulation_dtype(self.input.dtype)
+        accumulate = self.input.dtype if self.input.dtype.itemsize >= 4 else torch.float32
         # into main_grad the user's buffer is added to, otherwise the result is overwritten
         adds, chunk_count = isinstance(call, BackwardInPlace), -(-self.input.shape[0] // rows)
         self.weight_sum = self.grad_linear_weight if adds else self.grad_linear_weight.zero_()
@@ -90,26 +89,27 @@ class GradientAccumulator:
     def add_products(self, rows: slice, grad_logits: Tensor) -> None:
         """Adds the products of a chunk's G, (n, V)."""
         rounded = grad_logits.to(self.input.dtype)
-        self.add_to_input(rows, rounded)
-        self.add_to_weight(rows, rounded)
+        self.multiply(rows, rounded, rounded)
 
-    def add_to_input(self, rows: slice, rounded: Tensor) -> None:
-        if self.mask[0] and chunks.readable(self.linear_weight):
-            torch.mm(rounded, self.linear_weight, out=chunks.rows_of(self.grad_input, rows))
+    def multiply(self, rows: slice, for_input: Tensor, for_weight: Tensor) -> None:
+        """G @ linear_weight and G.T @ input, with a G for each. A view of all rows is not made, as it takes as long as
+        an operation on a few numbers.
+        """
+        whole = for_input.shape[0] == self.input.shape[0]
+        if self.mask[0] and self.linear_weight.is_contiguous():
+            torch.mm(for_input, self.linear_weight, out=self.grad_input if whole else self.grad_input[rows])
         elif self.mask[0]:
             for features, weight in chunks.readable_rows(self.linear_weight.T):
-                torch.mm(rounded, weight.T, out=self.grad_input[rows, features])
-
-    def add_to_weight(self, rows: slice, rounded: Tensor) -> None:
+                torch.mm(for_input, weight.T, out=self.grad_input[rows, features])
         if not self.mask[1]:
             return
-        input = chunks.rows_of(self.input, rows)
-        if self.weight_sum.dtype == self.input.dtype:
-            self.weight_sum.addmm_(rounded.T, input)
-        elif not chunks.product_is_rounded(input):
-            torch.addmm(self.weight_sum, rounded.T, input, out_dtype=self.weight_sum.dtype, out=self.weight_sum)
+        input = self.input if whole and isinstance(self.input, Tensor) else self.input[rows]
+        if self.weight_sum.dtype == input.dtype:
+            self.weight_sum.addmm_(for_weight.T, input)
+        elif input.device.type == "cuda":
+            torch.addmm(self.weight_sum, for_weight.T, input, out_dtype=self.weight_sum.dtype, out=self.weight_sum)
         else:
-            self.add_by_classes(rounded, input)
+            self.add_by_classes(for_weight, input)
 
     def add_by_classes(self, rounded: Tensor, input: Tensor) -> None:
         classes = max(chunks.PRODUCT_BYTES // max(input.shape[1] * input.itemsize, 1), 1)
@@ -190,21 +190,22 @@ class SparseAccumulator(GradientAccumulator):
             return
         sparse, exact = (of.to(self.input.dtype) for of in (grad_logits, self.exact[: grad_logits.shape[0]]))
         of_input, of_weight = self.sparse.products(self.mask)
-        self.add_to_input(rows, sparse if of_input else exact)
-        self.add_to_weight(rows, sparse if of_weight else exact)
+        self.multiply(rows, sparse if of_input else exact, sparse if of_weight else exact)
 
 
 def products_and_gradients(
     call: Any,
     grads: Sequence[Tensor],
+    nbytes: int,  # of the workspace, for matrices
     in_block: int = 0,  # further matrices of a block
     retained: Tensor | None = None,
 ) -> tuple[Iterator[tuple[slice, Tensor]], GradientAccumulator]:
     """Each chunk's rows and u, and what its G is added to. All ranks that share a vocabulary choose the same chunks."""
     if call.operands.linear_weight is None:
-        return chunks.copied_rows(call), GivenRows(call, grads[0])
+        return chunks.copied_rows(call, nbytes), GivenRows(call, grads[0])
     (input, linear_weight, *_), places = call.operands, None
-    in_block += chunks.product_is_rounded(input) + (call.logits.softcap is not None)
+    rounded = input.dtype.itemsize < 4 and input.device.type != "cuda"  # z has memory of its own then
+    in_block += rounded + (call.logits.softcap is not None)
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
     # buffer.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None
@@ -220,6 +221,7 @@ def products_and_gradients(
             matrices = int(needs_exact(call))
     step = chunks.rows_per_chunk(
         input,
+        nbytes,
         classes,
         matrices=matrices,
         matrices_in_block=of_blocks,

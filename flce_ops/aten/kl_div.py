@@ -24,6 +24,7 @@ from ..meta import allocate
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
 from ..support.sizes import cdiv
+from ..support.workspace import matrix_bytes
 from . import chunks
 from .chunks import kernel_of
 from .gradients import GradientAccumulator, logit_blocks
@@ -35,7 +36,7 @@ BLOCK_BYTES = 1 << 18
 BLOCKS = 4  # in a block of the other operators: the terms of an entry take twice as many temporaries
 
 
-def rows_of_chunk(call: Any, gradients: bool) -> int:
+def rows_of_chunk(call: Any, nbytes: int, gradients: bool) -> int:
     """All ranks that share a vocabulary get the same number, whatever their shards."""
     operands, options, teacher = call.operands, call.options, call.operands.teacher_input
     input, alone = operands.input, options.vocab_size is None
@@ -45,6 +46,7 @@ def rows_of_chunk(call: Any, gradients: bool) -> int:
     in_block += 2 * vars(call).get("scale_gradient", False)  # u, and G u
     return chunks.rows_per_chunk(
         input,
+        nbytes,
         classes,
         matrices=1 + rounded + (0 if alone else in_block),  # the teacher's
         matrices_in_block=cdiv(2 * in_block, BLOCKS) if alone else 0,
@@ -105,7 +107,8 @@ def divergences(
     # given probabilities need not add up to 1, so their sum is needed
     weighed = operands.teacher_probs is not None and not kind.of_student
     of_forward = vars(call).get("divergence")  # for a shifted kind
-    step = rows_of_chunk(call, grads is not None)
+    nbytes = matrix_bytes(chunks.tokens_of(operands.input))
+    step = rows_of_chunk(call, nbytes, grads is not None)
     gradients = None if grads is None else GradientAccumulator(call, grads, step)
 
     def work(rows: slice, log_q: Tensor, log_p: Tensor) -> None:
@@ -151,11 +154,11 @@ def divergences(
 
     # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
     # summed before any gradient is made, so there is one block.
-    nbytes = chunks.block_bytes(operands.input) // BLOCKS if alone else chunks.WHOLE_CHUNK
+    of_block = chunks.block_bytes(operands.input, nbytes) // BLOCKS if alone else chunks.WHOLE_CHUNK
     for chunk, product in chunks.chunk_products(call, step):
         teacher = teacher_rows(operands, options, chunk)
         blocks_of_chunk = partial(logit_blocks, call) if gradients is None else gradients.blocks
-        for rows, log_q in blocks_of_chunk(chunk, product, nbytes):
+        for rows, log_q in blocks_of_chunk(chunk, product, of_block):
             work(rows, log_q, teacher[rows.start - chunk.start : rows.stop - chunk.start])
             del log_q  # frees memory before the next block is allocated
         del teacher

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, LogitOptions, Statistics, accumulation_dtype, changed, in_columns
+from ..math.options import Cotangents, LogitOptions, Statistics, changed, in_columns
 from ..meta.arguments import Backward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v classes of this rank
@@ -34,7 +34,7 @@ def activate(
     options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
     softcap, logit_scale = options
-    logits = product.to(accumulation_dtype(product.dtype))
+    logits = product if product.dtype.itemsize >= 4 else product.float()
     if logit_scale is not None:
         logits.mul_(logit_scale)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -46,7 +46,7 @@ def activate_with_slope(
 ) -> tuple[Tensor, Tensor | None]:
     """`activate`'s z, (n, V), and dz/du: (n, V) with a softcap; otherwise one number, (), or None for 1."""
     softcap, logit_scale = options
-    logits = product.to(accumulation_dtype(product.dtype))
+    logits = product if product.dtype.itemsize >= 4 else product.float()
     if logit_scale is not None:
         logits.mul_(logit_scale)
     if softcap is None:
@@ -143,11 +143,6 @@ def at_least_finite(log_p: Tensor) -> Tensor:
     every dtype.
     """
     return log_p.clamp_(min=-1e4)
-
-
-def extra_matrices(asked: Statistics) -> int:
-    """How many more matrices of a block's size the statistics need: one, for z - row_max or E^2."""
-    return int(asked.entropy or asked.log_sum_sq_probs)
 
 
 class BlockNumbers(NamedTuple):

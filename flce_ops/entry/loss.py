@@ -13,6 +13,7 @@ The numbers of rows come from linear_cross_entropy_forward, which computes logit
 ones. If ranks share the vocabulary, each rank calls it, and one exchange follows: vocab_parallel.py.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -73,10 +74,13 @@ def features_of(call: Any) -> set[str]:
     """The features that follow from the arguments alone. "sharded vocabulary" depends on the layout: the caller adds
     it.
     """
-    values = vars(call)
-    found = {name for name in GIVEN if values.get(name) is not None}
-    if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
-        found.add("DTensors")
+    values, found = vars(call), set()
+    for name in GIVEN:
+        if values.get(name) is not None:
+            found.add(name)
+    if "torch.distributed.tensor" in sys.modules:
+        if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
+            found.add("DTensors")
     if functorch_is_active():
         found.add("torch.func")
     if isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2:

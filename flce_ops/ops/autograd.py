@@ -11,7 +11,6 @@ A teacher is constant: requesting a gradient for it is an error.
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
 from ..math.options import TEACHER, Cotangents
 from ..meta.arguments import (
     Backward,
@@ -35,10 +34,6 @@ class ForwardFunction(OperatorFunction):
     arguments = Forward
     learns = ("logit_scale",)
     with_derivative = ("target_logit", "lse_pair", "logit_sum", "expected_log_prob")
-
-    @classmethod
-    def check(cls, values):
-        refuse_scale_of_given_logits(cls.arguments, values)
 
     @classmethod
     def with_gradient(cls, values):
@@ -89,12 +84,6 @@ class ForwardFunction(OperatorFunction):
         if into:
             mask[1] = False
         return where_wanted(gradients, [*mask, scale_gradient], Backward.made)
-
-
-def refuse_scale_of_given_logits(arguments, values):
-    scale = values[arguments.index["logit_scale"]]
-    if values[1] is None and scale is not None and scale.requires_grad:
-        refuse_hole(add_op_namespace_prefix(arguments.op), "number", name="logit_scale")
 
 
 def of_lse(grad_pair: Tensor | None) -> Tensor | None:  # (N, 2) -> (N,)

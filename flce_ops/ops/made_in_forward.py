@@ -11,6 +11,7 @@ gradient over the logits.
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,6 @@ from .._ops import ops
 from ..math.options import TEACHER, Operands, tokens_that_count
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
 from ..meta.arguments import Backward, Forward, KlDivWithGrad, WithGrad, WithGradInPlace
-from ..meta.checks import check_constants
 from ..objectives.cross_entropy import cross_entropy_of_call
 from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
 from ..support import has_triton, made_by_nvidia
@@ -33,7 +33,7 @@ from ..support.torch_private import (
     root_of,
     written_over_where_donated,
 )
-from .autograd import KlDivFunction, refuse_scale_of_given_logits
+from .autograd import KlDivFunction
 from .function import OPERANDS, OperatorFunction, restore, save
 
 # N tokens, D hidden, V vocabulary
@@ -84,6 +84,7 @@ class MadeInForward(OperatorFunction):
     """For an operator that returns loss, losses (N,), the gradients, and constants. Only the loss has a derivative."""
 
     with_derivative = ("loss",)
+    kept: ClassVar[Callable]  # of the results: the losses, and the gradients
     second_derivative: ClassVar[str] = ""  # if there is no second derivative: the entry of HOLES with the reason
 
     @classmethod
@@ -91,12 +92,10 @@ class MadeInForward(OperatorFunction):
         """The gradients, multiplied by grad_loss, and the losses, as functions of the operands."""
         refuse_hole(cls.called(), cls.second_derivative)
 
-    @classmethod
-    def for_backward(cls, ctx, values, results):
-        kept = [results[1]]
-        for place in cls.arguments.made_at:
-            kept.append(results[place])
-        return kept
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if hasattr(cls, "arguments"):
+            cls.kept = itemgetter(1, *cls.arguments.made_at)
 
     @classmethod
     def made(cls, ctx, saved: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -141,24 +140,16 @@ class WithGradFunction(MadeInForward):
     learns = ("logit_scale",)
 
     @classmethod
-    def check(cls, values):
-        name = values[WithGrad.index["function"]]
-        if name is not None:
-            for place, tensor in enumerate(values[WithGrad.index["tensors"]]):
-                check_constants(WithGrad.op, **{token_loss_named(name).name_of_tensor(place): tensor})
-        refuse_scale_of_given_logits(cls.arguments, values)
-
-    @classmethod
     def for_backward(cls, ctx, values, results):
-        name = values[WithGrad.index["function"]]
+        name = values[cls.arguments.index["function"]]
         # a function without a registered name lives as long as this
         ctx.token_loss = None if name is None else token_loss_named(name)
-        if values[1] is None:  # given logits are not kept until backward, so that they can be freed
+        if values[cls.head] is None:  # given logits are not kept until backward, so that they can be freed
             leaf = traced_leaf(values[0])
             for place in cls.arguments.tensor_places:
                 values[place] = None
             values[0] = leaf
-        return super().for_backward(ctx, values, results)
+        return cls.kept(results)
 
     @classmethod
     def made_again(cls, ctx, call, grad_loss):
@@ -310,4 +301,4 @@ class KlDivWithGradFunction(KlDivFunction, MadeInForward):
         index = KlDivWithGrad.index
         for name in (*TEACHER, "valid", "row_scale", *(["input"] if any(values[index["output_mask"]][1:]) else [])):
             values[index[name]] = None
-        return super().for_backward(ctx, values, results)
+        return cls.kept(results)

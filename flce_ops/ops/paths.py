@@ -105,8 +105,8 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
         input.dtype,
         wants_gradient=wanted and torch.is_grad_enabled(),
         functorch=torch_private.functorch_is_active(),
-        saved_tensor_hooks=torch_private.saved_tensor_hooks_are_active(),
-        checkpoint=torch_private.tracing_a_checkpointed_region(),
+        saved_tensor_hooks=torch_private.saved_tensor_hooks() is not None,
+        checkpoint=torch_private.metadata_of_trace().get("recompute") is not None,
         **known,
     )
 
