@@ -15,7 +15,7 @@ from ..support import check_version
 
 check_version("triton", getattr(triton, "__version__", ""))  # before its names are missed
 
-from .rows.grad_output import launch_scale_in_place  # noqa: E402
+from .rows.after_chunks import launch_scale_in_place  # noqa: E402
 from .steps.backward import launch_backward, launch_backward_in_place  # noqa: E402
 from .steps.forward import launch_forward  # noqa: E402
 from .steps.with_grad import launch_with_grad  # noqa: E402

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..meta.call import Arguments
 from ..support.workspace import get_workspace, rows_to_retain
 from .kernel import launches
-from .rows.grad_output import launch_scale_in_place
+from .rows.after_chunks import launch_scale_in_place
 
 logger = logging.getLogger("flce_ops")
 

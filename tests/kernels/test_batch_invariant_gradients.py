@@ -23,7 +23,7 @@ no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run 
 @pytest.fixture
 def ranges_of_128_classes(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr("flce_ops.triton.gemm.split_k.RANGE", 128)  # of the interpreter's tiles, a multiple
+    monkeypatch.setattr("flce_ops.triton.gemm.input_gradient.RANGE", 128)  # of the interpreter's tiles, a multiple
 
 
 def one_pass(pool, count, invariant, keep=None):
@@ -83,7 +83,7 @@ def test_rows_of_the_kernels_depend_on_the_token_alone(kernel, ranges_of_128_cla
 
 def test_a_range_is_a_multiple_of_every_tile():
     pytest.importorskip("triton")
-    from flce_ops.triton.gemm.split_k import RANGE
+    from flce_ops.triton.gemm.input_gradient import RANGE
     from flce_ops.triton.gemm.tiles import INPUT_TILES
 
     assert all(RANGE % tiles.block_k == 0 for tiles in INPUT_TILES.values()) and RANGE % 256 == 0

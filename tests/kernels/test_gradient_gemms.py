@@ -16,8 +16,7 @@ from flce_ops import aten
 from flce_ops.support import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import input_gradient, tiles
-from flce_ops.triton.gemm.input_gradient import Finish, launch_input_gradient
-from flce_ops.triton.gemm.split_k import float32_memory, steps_and_splits
+from flce_ops.triton.gemm.input_gradient import Finish, float32_memory, launch_input_gradient, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES, ClassBlocks
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.after_chunks import launch_after_chunks
@@ -213,7 +212,7 @@ def test_features_that_tensor_maps_cannot_address_are_filled_up_where_the_copies
     args = (x, w, target, None, None, torch.rand(40))
     mask = {"output_mask": [True, True, False]}
     truth = aten.with_grad(*(t.double() if t is not None and t.is_floating_point() else t for t in args), **mask)
-    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    monkeypatch.setattr("flce_ops.triton.rows.copy_rows.on_tma_device", lambda tensor: True)
     with flce_ops.workspace(workspace):
         found = launch_with_grad(*args, **mask)
     assert ("13 features of zeros added" in flce_ops.last_path().reason) is padded

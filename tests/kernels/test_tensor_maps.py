@@ -17,8 +17,9 @@ from flce_ops.math.options import KlDivOperands
 from flce_ops.meta.arguments import Forward, KlDivForward, KlDivWithGrad, WithGrad
 from flce_ops.support.workspace import get_workspace
 from flce_ops.triton import launch_backward, launch_forward, launch_with_grad
-from flce_ops.triton.gemm import logits_gemm, padded_features, tiles
+from flce_ops.triton.gemm import logits_gemm, tiles
 from flce_ops.triton.gemm.tiles import INPUT_TILES, WEIGHT_TILES
+from flce_ops.triton.rows import copy_rows
 
 pytestmark = IN_INTERPRETER
 
@@ -76,10 +77,10 @@ def test_a_step_agrees_with_float64(options, by_tensor_maps, poisoned_memory):
 
 def test_features_are_padded_for_maps_and_forwards_buffer_is_not(monkeypatch):
     """A Forward names the buffer only for its backward, which pads anew."""
-    monkeypatch.setattr(padded_features, "on_tma_device", lambda tensor: True)
+    monkeypatch.setattr(copy_rows, "on_tma_device", lambda tensor: True)
     seen = []
 
-    @padded_features.with_padded_features
+    @copy_rows.with_padded_features
     def launch(call):
         seen.append((call.operands.input.shape[1], call.main_grad))
         return (call.operands.input.sum(1),)
@@ -93,10 +94,10 @@ def test_features_are_padded_for_maps_and_forwards_buffer_is_not(monkeypatch):
 @pytest.mark.parametrize("operator", [WithGrad, KlDivForward, KlDivWithGrad])
 def test_ranks_with_shards_of_different_sizes_keep_the_same_workspace(operator, monkeypatch):
     """Otherwise they would have different chunks, of each of which they exchange numbers, and wait for ever."""
-    monkeypatch.setattr(padded_features, "on_tma_device", lambda tensor: True)
+    monkeypatch.setattr(copy_rows, "on_tma_device", lambda tensor: True)
     left = []
 
-    @padded_features.with_padded_features
+    @copy_rows.with_padded_features
     def launch(call):
         left.append((call.operands.input.shape[1], get_workspace()))
         return (call.operands.input.sum(1),)

@@ -25,9 +25,9 @@ from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_pla
 from flce_ops.triton.gemm.epilogues import Largest
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.after_chunks import LossSum, launch_after_chunks
-from flce_ops.triton.rows.column_sums import weighted_column_sum
 from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.gradient_factors import launch_set_entries
+from flce_ops.triton.rows.sums import weighted_column_sum
 
 pytestmark = IN_INTERPRETER
 
@@ -272,7 +272,7 @@ def test_the_sum_of_losses_has_every_loss_once_and_nothing_beside_them(count, sc
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0.0)
 
 
-def test_weighted_column_sums_agree_with_float64():
+def test_weighted_sums_agree_with_float64():
     matrix, factor = torch.randn(2100, 131), torch.randn(2100)
     assert error(weighted_column_sum(matrix, factor), factor.double() @ matrix.double()) <= 1e-6
     assert error(weighted_column_sum(matrix.T[:, :77], None), matrix.T[:, :77].double().sum(0)) <= 1e-6

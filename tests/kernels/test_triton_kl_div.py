@@ -216,7 +216,7 @@ def test_the_softmax_of_stored_logits_adds_up_to_1(kind, softcap, poisoned_memor
 
 def test_features_that_tensor_maps_cannot_address_are_filled_up(monkeypatch, poisoned_memory):
     """In forward, too: backward then makes the same logits as forward."""
-    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    monkeypatch.setattr("flce_ops.triton.rows.copy_rows.on_tma_device", lambda tensor: True)
     args, options = arguments(torch.float16, "reverse")
     assert args[0].shape[1] % 16
     found = triton_kl_div.launch_kl_div_forward(*args, **options)

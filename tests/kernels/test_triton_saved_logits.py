@@ -188,7 +188,7 @@ def test_the_slope_of_a_softcap_is_not_saved():
 
 def test_operands_with_features_of_zeros_leave_saved_logits_whole(monkeypatch, poisoned_memory):
     """V features of zeros, whatever D is."""
-    monkeypatch.setattr("flce_ops.triton.gemm.padded_features.on_tma_device", lambda tensor: True)
+    monkeypatch.setattr("flce_ops.triton.rows.copy_rows.on_tma_device", lambda tensor: True)
     args, cotangents, truth = case((150, 21, 300), torch.float16, "al")
     rows = launch_forward(*args, retain=150)
     assert "11 features of zeros added" in flce_ops.last_path().reason

@@ -13,7 +13,7 @@ from flce_ops import aten
 from flce_ops.math.sparse_gradient import SparseGradient, keep_entries, room_of_row
 from flce_ops.triton import launch_backward, launch_with_grad
 from flce_ops.triton.gemm.input_gradient import Finish
-from flce_ops.triton.gemm.tma import matrix_of
+from flce_ops.triton.gemm.tiles import matrix_of
 from flce_ops.triton.rows.valid_tokens import compact_tokens
 from flce_ops.triton.sparse import gather_sums, sparse_or_dense
 from flce_ops.triton.sparse.gather_sums import Lists, cut_lists, launch_gather_lists

@@ -2,13 +2,9 @@
 
 backends.py              which implementation makes them
 logits_gemm.py           a chunk of logits; an epilogue consumes each tile: epilogues.py
-tile_sums.py             adds up the numbers that epilogues store for each row and tile
-weight_gradient.py       E.T @ (c input), summed over chunks
-    sum_scales.py        the scales of that sum, and rows that overflow them
-input_gradient.py        E @ linear_weight
-    split_k.py           how many ways the vocabulary is split
+weight_gradient.py       E.T @ (c input), summed over chunks; the scales of that sum, and rows that overflow them
+input_gradient.py        E @ linear_weight; how many ways the vocabulary is split
 matmul.py                all three by torch.matmul
-tma.py                   tensor maps of matrices, for TMA
-tiles.py                 tile shapes, which of them a device takes, and which blocks of classes are visited
-padded_features.py       a D that is no multiple of 16: copies padded with zeros, if they fit the workspace
+tiles.py                 tile shapes, which of them a device takes, which blocks of classes are visited, and how tiles
+                         are read: by tensor maps or by pointers
 """

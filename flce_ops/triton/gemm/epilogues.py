@@ -5,7 +5,7 @@ e).
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
                                             sum_cols E^2;   sum_cols z
                 or stored z in place of E                                                          (logits/stored.py)
-    largest     reference = max(reference, max_cols z), for rows that raised the guard         (steps/exponentials.py)
+    largest     reference = max(reference, max_cols z), for rows that raised the guard         (steps/forward.py)
     max_sum     u = z - row_max, row_max = max_cols z    partial[tile, rows] = sum_cols exp(u)
                 and where z is stored, of z as it is rounded there
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
@@ -70,7 +70,7 @@ class ReferenceClass(NamedTuple):
     """
 
     column: Tensor  # int64; -1 is read as class 0
-    logit: Tensor  # a rescue (steps/exponentials.py) does not change this copy
+    logit: Tensor  # a rescue (steps/forward.py) does not change this copy
 
 
 class ExpSum(NamedTuple):

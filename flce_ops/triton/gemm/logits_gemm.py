@@ -15,7 +15,7 @@
 The epilogue "exp_sum" works with any reference that is at most 40 nats below the row's largest logit. It rounds the
 exponential to bfloat16, and the relative error of that does not depend on the reference. The target's own logit is such
 a reference for every token whose loss is under 40 nats. It costs N dot products and saves the epilogue a maximum over
-the row. `flce_ops/triton/steps/exponentials.py` handles the other tokens.
+the row. `flce_ops/triton/steps/forward.py` handles the other tokens.
 
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
@@ -29,8 +29,19 @@ from ..kernel import Kernel
 from ..rows.logit_numbers import base2_logits, loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient
-from .tiles import Tiles, multiprocessors, tiles_for
-from .tma import Matrix, block_of_tile, fits_tma, in_dtype_of, kernel_matrices, load_tile, matrix_of, store_tile
+from .tiles import (
+    Matrix,
+    Tiles,
+    block_of_tile,
+    fits_tma,
+    in_dtype_of,
+    kernel_matrices,
+    load_tile,
+    matrix_of,
+    multiprocessors,
+    store_tile,
+    tiles_for,
+)
 
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
 

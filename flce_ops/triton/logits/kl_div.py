@@ -36,12 +36,10 @@ from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
 from ...support.sizes import cdiv
-from ..gemm.padded_features import with_padded_features
-from ..gemm.split_k import TILE_OVERHEAD, float32_memory
-from ..gemm.tiles import Tiles, tiles_for
-from ..gemm.tma import matrix_of
+from ..gemm.input_gradient import TILE_OVERHEAD, float32_memory
+from ..gemm.tiles import Tiles, matrix_of, tiles_for
 from ..rows.after_chunks import LossSum
-from ..rows.copy_rows import launch_copy_rows
+from ..rows.copy_rows import launch_copy_rows, with_padded_features
 from ..rows.valid_tokens import ValidTokens, compact_tokens, room_for_rows
 from ..steps.chunks import (
     MULTIPLE,

@@ -19,8 +19,7 @@ from torch import Tensor
 from ...objectives.in_triton import LN2
 from ...support.sizes import cdiv
 from ..gemm.epilogues import Gradient, gradient_of_rows
-from ..gemm.tiles import interpreted, tiles_for
-from ..gemm.tma import matrix_of, store_tile
+from ..gemm.tiles import interpreted, matrix_of, store_tile, tiles_for
 from ..kernel import Kernel
 from ..rows.logit_numbers import LOG2E, rescaled
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows

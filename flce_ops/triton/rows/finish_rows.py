@@ -1,7 +1,7 @@
 """After the logits GEMM: the losses of a chunk's valid tokens, the factors that turn E into the logit gradient G, and c
 times the tokens.
 
-Let p = E / Z, l = g d_lse and a_k = -g slope_k (flce_ops/objectives/row.py). Without label smoothing (smoothing.py):
+Let p = E / Z, l = g d_lse and a_k = -g slope_k (objectives/cross_entropy.py). Without label smoothing (smoothing.py):
 
     G_ij = (l p_ij + sum_(k: y_k = j) a_k) dz/du = c E'_ij      c = l logit_scale / Z
                                                                 E'_iyk = (E_iyk - Z sum_(equal k) slope_k / d_lse) dz/du
@@ -26,18 +26,17 @@ from ...math.weights_and_denominator import Reduction
 from ...objectives.cross_entropy import RowNumbers, RowObjective
 from ...objectives.in_triton import LN2, number
 from ...support.sizes import cdiv
-from ..gemm.tile_sums import sum_of_tiles
-from ..gemm.tma import in_dtype_of, load_tile, matrix_of, store_tile
+from ..gemm.tiles import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
-from ..steps.exponentials import RowSums
 from .after_chunks import scale_of_rows
+from .gather_tokens import larger_entry, sum_of_equals, topk_at_a_time
 from .logit_numbers import sum_from_lse
-from .topk import larger_entry, sum_of_equals, topk_at_a_time
+from .sums import RowSums, sum_of_tiles
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
-ROWS = tl.constexpr(16)  # rows of a program if a token has one class; tile_sums.py says why
+ROWS = tl.constexpr(16)  # rows of a program if a token has one class; sums.py says why
 TILES = tl.constexpr(256)  # tiles whose sums a program reads at a time
 COLUMNS = tl.constexpr(512)  # of a token that a program multiplies at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This

@@ -24,22 +24,75 @@ reference:
 
 This reads n K D numbers: 2 GiB at 4096x4096 with K = 64 in bfloat16. Rows of classes that several tokens name come from
 the L2.
+
+Other kernels with K classes a token take helpers from here: the summed weight of equal classes, and the largest entry.
+A row's targets are processed topk_at_a_time. Equal classes of a token name one entry of its row. Each of them computes
+the whole entry, in the same order, and all write the same number. So no atomics are needed, and every run has the same
+bits.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...support.sizes import next_power_of_2
 from ..gemm.epilogues import ReferenceClass
-from ..gemm.tma import load_tile, matrix_of
+from ..gemm.tiles import load_tile, matrix_of
 from ..kernel import Kernel
 from .logit_numbers import base2_logits, loaded
 from .valid_tokens import ROW_MULTIPLE, ValidTokens, row_vectors, valid_rows
 
-# N tokens, n rows of a chunk, K classes, D hidden, V vocabulary
+# N tokens, n rows of a chunk, K classes of each, D hidden, V vocabulary
+
+
+def topk_at_a_time(topk: int) -> int:
+    """The number of targets that are processed at a time. Each of them is compared with as many others: 64 x 64
+    comparisons for K = 64.
+    """
+    return min(64, next_power_of_2(topk))
+
+
+@triton.jit
+def sum_of_equals(
+    column,  # (BLOCK_TOPK,)
+    column_ptr,  # (K,), all columns of the row
+    value_ptr,  # (K,)
+    TOPK: tl.constexpr,
+    BLOCK_TOPK: tl.constexpr,
+):
+    """For each of `column`: the sum of the values of all targets of the row with that class."""
+    total = tl.zeros((BLOCK_TOPK,), tl.float32)
+    for start in range(0, TOPK, BLOCK_TOPK):
+        k = start + tl.arange(0, BLOCK_TOPK)
+        inside = k < TOPK
+        others = tl.load(column_ptr + k, mask=inside, other=-1)
+        values = tl.load(value_ptr + k, mask=inside, other=0.0)
+        total += tl.sum(tl.where(column[:, None] == others[None, :], values[None, :], 0.0), 1)
+    return total
+
+
+@triton.jit
+def larger_entry(
+    size,  # (), magnitude of the largest entry so far; `entry` and `column` belong to it
+    entry,
+    column,
+    entries,  # (BLOCK_TOPK,)
+    columns,  # (BLOCK_TOPK,), -1 for none
+    BLOCK_TOPK: tl.constexpr,
+):
+    """Returns the entry of largest magnitude and its column, the first of equals. Entries of nan are skipped."""
+    sizes = tl.where((columns >= 0) & (entries == entries), tl.abs(entries), -1.0)
+    largest = tl.max(sizes, 0)
+    place = tl.arange(0, BLOCK_TOPK)
+    at_largest = place == tl.min(tl.where(sizes == largest, place, BLOCK_TOPK), 0)
+    larger = largest > size
+    entry = tl.where(larger, tl.sum(tl.where(at_largest, entries, 0.0), 0), entry)
+    column = tl.where(larger, tl.sum(tl.where(at_largest, columns, 0), 0), column)
+    return tl.where(larger, largest, size), entry, column
+
 
 BLOCK_TOPK = 4  # targets at a time: 4 x 1024 products fill 32 registers of a thread
 
@@ -53,7 +106,7 @@ class AtTarget(NamedTuple):
     dz_du: Tensor | None  # with a softcap: dz/du / logit_scale at `logit`
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
-    reference: Tensor  # a copy of `logit`; a rescue (steps/exponentials.py) changes this copy
+    reference: Tensor  # a copy of `logit`; a rescue (steps/forward.py) changes this copy
     guard: Tensor  # (1 + n,) int32, 0: whether a rescue is needed at all, and by which rows
 
 

@@ -27,9 +27,8 @@ from ...objectives.in_triton import number
 from ...support.sizes import cdiv
 from ..gemm.epilogues import Gradient
 from ..kernel import Kernel
-from .gather_tokens import AtTarget
+from .gather_tokens import AtTarget, larger_entry, sum_of_equals, topk_at_a_time
 from .logit_numbers import LOG2E
-from .topk import larger_entry, sum_of_equals, topk_at_a_time
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes, V vocabulary, C columns

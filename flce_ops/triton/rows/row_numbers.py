@@ -9,7 +9,7 @@ With r the reference, E = 2^(z - r), Z = sum_j E_j, and everything in base 2:
     logit_sum         sum_j w_j (z_j - lse)
 
 The entropy and log_sum_sq_probs use differences from r, so a large r costs them no digits. sum_j E_j^2 is at most Z^2,
-which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/exponentials.py). The sum is at least 1,
+which is below 2^120: if Z is 2^60 or more, a rescue chooses a larger r (steps/forward.py). The sum is at least 1,
 because r is the logit of one of the classes.
 
 For a function of one token, one kernel makes log_prob and lse of a chunk's rows, and the function makes losses and
@@ -26,13 +26,11 @@ from ...math.options import Statistics, TokenStatistics
 from ...objectives.in_triton import LN2, number
 from ...objectives.token_function import FunctionObjective, GivenLosses, LossesOfRows, Slopes
 from ...support.sizes import cdiv
-from ..gemm.tile_sums import sum_of_tiles
 from ..kernel import Kernel, launches
-from ..steps.exponentials import Asked, RowSums
 from .finish_rows import ROWS, TILES, Tokens, row_sums
-from .gather_tokens import AtTarget
+from .gather_tokens import AtTarget, topk_at_a_time
 from .logit_numbers import rescaled, store_pair, sum_from_lse, surprisal_in_nats
-from .topk import topk_at_a_time
+from .sums import Asked, RowSums, sum_of_tiles
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes and C numbers of a token, V vocabulary (of this rank), T tiles along it

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.sizes import cdiv
-from ..gemm.tma import load_tile, matrix_of, store_tile
+from ..gemm.tiles import load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .valid_tokens import ValidTokens, valid_rows
 

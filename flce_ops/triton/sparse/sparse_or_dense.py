@@ -40,8 +40,7 @@ from torch import Tensor
 
 from ...meta.arguments import Backward, WithGrad
 from ...support.sizes import cdiv
-from ..gemm.tiles import LIVE, ClassBlocks
-from ..gemm.tma import Matrix, load_tile
+from ..gemm.tiles import LIVE, ClassBlocks, Matrix, load_tile
 from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .gather_sums import Lists, bounds, cut_lists

@@ -27,7 +27,7 @@ from torch import Tensor
 from ...math.options import in_columns
 from ...math.sparse_gradient import room_of_row
 from ...support.workspace import matrix_bytes, reserved
-from ..gemm.tma import matrix_of
+from ..gemm.tiles import matrix_of
 from ..rows.valid_tokens import ValidTokens
 from ..steps.chunks import MULTIPLE, TOKEN_BYTES, Chunking, best_chunking, problem_of, slices
 from ..steps.gradients import ChunkGradient, Gradients

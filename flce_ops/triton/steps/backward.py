@@ -23,10 +23,10 @@ from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
-from ..gemm.padded_features import with_padded_features
 from ..gemm.tiles import tiles_for
 from ..logits.stored import saved_logits, stored_logits
 from ..logits.stored_tiles import launch_stored_gradient
+from ..rows.copy_rows import with_padded_features
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.gradient_factors import KnownRows, launch_gradient_factors, launch_set_entries
 from ..rows.valid_tokens import ValidTokens, compact_tokens

@@ -12,9 +12,8 @@ from ...meta.call import Arguments
 from ...support.path import record_run
 from ...support.sizes import cdiv
 from ...support.workspace import get_workspace, least_rows, matrix_bytes
-from ..gemm.split_k import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
-from ..gemm.tiles import WEIGHT_TILES, Tiles, input_tiles_for, multiprocessors, tiles_for, weight_tiles_for
-from ..gemm.tma import fits_tma
+from ..gemm.input_gradient import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
+from ..gemm.tiles import WEIGHT_TILES, Tiles, fits_tma, input_tiles_for, multiprocessors, tiles_for, weight_tiles_for
 from ..gemm.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -92,7 +91,7 @@ class Problem(NamedTuple):
     row_bytes: int = 0  # bytes of each row beside the matrix's
 
     def range_bytes(self) -> int:
-        """Bytes of the products of ranges of V (split_k.py)."""
+        """Bytes of the products of ranges of V (input_gradient.py)."""
         several = self.batch_invariant and self.want_input and ranges_of(self.vocab) > 1
         return min(RANGE_BYTES, self.workspace // 8) if several else 0
 

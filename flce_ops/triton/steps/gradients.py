@@ -1,7 +1,7 @@
 """Which gradients a step makes, the GEMMs of a chunk's G, and how gradients are finished after all chunks.
 
 for each chunk:     rows = its valid tokens; G         by the step: one_pass_step.py, backward.py, logits/kl_div.py
-                    grad_linear_bias += sum of G over rows                                           column_sums.py
+                    grad_linear_bias += sum of G over rows                                           sums.py
                     grad_linear_weight += G.T @ rows                                             weight_gradient.py
                     grad_input[rows] = G @ linear_weight                                          input_gradient.py
 """
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
-from ..gemm.input_gradient import SUMMED, Finish
-from ..gemm.split_k import products_of_ranges
-from ..gemm.tiles import EVERY_BLOCK, ClassBlocks
-from ..gemm.tma import matrix_of
+from ..gemm.input_gradient import SUMMED, Finish, products_of_ranges
+from ..gemm.tiles import EVERY_BLOCK, ClassBlocks, matrix_of
 from ..rows.after_chunks import LossSum, launch_after_chunks
-from ..rows.column_sums import weighted_column_sum
+from ..rows.sums import weighted_column_sum
 from ..rows.target_rows import launch_target_rows
 from ..rows.valid_tokens import ValidTokens
 from .chunks import MULTIPLE, Chunking, slices
@@ -102,7 +100,7 @@ class GradientGemms:
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
     chunks: list[slice]  # all of the step
-    by_ranges: bool  # V is split into ranges for grad_input: split_k.py
+    by_ranges: bool  # V is split into ranges for grad_input: input_gradient.py
     adds: bool = False  # the weight's gradient is added to what its memory holds
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """A step in one pass over the logits, chunk by chunk: three GEMMs, on one rank or on ranks that share the vocabulary.
 
     rows = the chunk's valid tokens, target logits                                                 gather_tokens.py
-    E = exp(z - reference), row sums Z              the exponentials are rounded once              exponentials.py
+    E = exp(z - reference), row sums Z              the exponentials are rounded once              forward.py
     losses, row factors c, E[i, y_i], c rows        one kernel, for any objective                  finish_rows.py
     with label smoothing, E += k w                  c k w is the rank-1 matrix that it adds to G      smoothing.py
     grad_linear_weight += E.T @ (c rows)            in float16 until the last chunk                weight_gradient.py
@@ -24,16 +24,16 @@ from ...math.weights_and_denominator import Reduction
 from ...objectives.cross_entropy import RowObjective
 from ...objectives.token_function import FunctionObjective
 from ..gemm.input_gradient import Finish
-from ..gemm.tile_sums import launch_sum_tiles
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.gradient_factors import launch_set_entries
 from ..rows.row_numbers import launch_row_statistics, launch_token_function, sums_for
 from ..rows.smoothing import launch_smoothing
+from ..rows.sums import RowSums, launch_sum_tiles
 from ..rows.target_rows import TOKENS_AT_MOST
 from ..rows.valid_tokens import ValidTokens
 from .chunks import Chunking, padded
-from .exponentials import RowSums, launch_exponentials
+from .forward import launch_exponentials
 from .gradients import ChunkGradient, GradientGemms, Gradients
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary (of this rank)
@@ -62,7 +62,7 @@ class OnePassStep:
 
     def __post_init__(self) -> None:
         self.operands: Operands = self.call.operands
-        by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: split_k.py
+        by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: input_gradient.py
         input, linear_weight = self.operands[:2]
         self.gemms = GradientGemms(self.gradients, input, linear_weight, self.chunks, by_ranges)
         # the class weights of label smoothing, of the classes that this rank holds

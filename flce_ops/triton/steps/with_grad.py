@@ -18,8 +18,8 @@ from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, RowObjective, cross_entropy_of, topk_weights
 from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
-from ..gemm.padded_features import with_padded_features
 from ..rows.after_chunks import LossSum
+from ..rows.copy_rows import with_padded_features
 from ..rows.row_numbers import launch_in_order, sum_pairs
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
