@@ -45,7 +45,7 @@ from ..math.options import accumulation_dtype, tokens_that_count
 from ..meta.call import AXES, Arguments, takes
 from ..objectives.token_function import zero_where
 from ..support.path import record_run
-from ..support.target_range import assert_in_range, in_range
+from ..support.target_range import check_target_range
 from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
 
 # N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
@@ -128,22 +128,6 @@ def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills)
         with_zeroed_rows(body, call, results, fills, ~valid)
     else:
         with_valid_rows(body, call, results, fills, valid)
-
-
-def check_target_range(call: Any) -> bool:
-    """Checks the targets. Returns whether all tokens are known to be valid, which a CPU finds out in the same pass."""
-    target, ignore_index, num_classes = call.operands.target, call.ignore_index, vars(call).get("vocab_size")
-    if num_classes is None:
-        num_classes = call.operands.num_classes
-    if target.device.type == "cpu":
-        if not target.numel():
-            return False
-        lowest, highest = map(int, target.aminmax())
-        if 0 <= lowest and highest < num_classes:
-            return not lowest <= ignore_index <= highest
-    valid = in_range(target, num_classes, ignore_index).all()
-    assert_in_range(valid, target, num_classes, ignore_index)
-    return False
 
 
 def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if all are

@@ -98,6 +98,10 @@ class MadeInForward(OperatorFunction):
             cls.kept = itemgetter(1, *cls.arguments.made_at)
 
     @classmethod
+    def for_backward(cls, ctx, values, results):
+        return cls.kept(results)
+
+    @classmethod
     def made(cls, ctx, saved: Sequence[Tensor]) -> Sequence[Tensor]:
         """The gradients among the saved results."""
         return saved[1:]
