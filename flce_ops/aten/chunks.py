@@ -48,7 +48,7 @@ from ..support.path import record_run
 from ..support.target_range import check_target_range
 from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
 
-# N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
+# N tokens, n rows of a chunk or valid ones, K classes of a target, D hidden, V vocabulary
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
 MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes in ("ND", "NE", "NV")}
@@ -102,11 +102,11 @@ def kernel_of(
     def decorate(body: Body) -> Callable:
         @takes(arguments)
         @functools.wraps(body)
-        def kernel(call: Any) -> Any:
+        def kernel(call: Any) -> meta.Outputs:
             outputs = meta.outputs(call)
             if checks_target:
                 call.all_count = check_target_range(call)
-            results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
+            results, fills = outputs, call.fills
             if call.written == "input":  # logits, whose rows become those of their gradient
                 results, fills = (*results, call.operands.input), (*fills, 0.0)
             if call.all_count:
@@ -186,8 +186,6 @@ def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills
         if fill is not None and len(result) and (result.dim() == 1 or pair):
             result.masked_fill_(ignored[:, None] if pair else ignored, fill)
 
-
-# N tokens, n rows of a chunk, D hidden, V vocabulary
 
 # On a CPU chunks stay below the workspace, since larger ones gain little: a step of 2048x512x32000 in bfloat16 on two
 # cores takes 0.57 s with chunks of 256 rows, 0.61 with 128, 0.69 with 64, 0.89 with 32. In float32 it takes 1.21, 1.37,

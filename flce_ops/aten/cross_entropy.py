@@ -33,7 +33,7 @@ from ..meta.arguments import (
     WithGrad,
     WithGradInPlace,
 )
-from ..objectives.cross_entropy import cross_entropy_of, topk_weights
+from ..objectives.cross_entropy import cross_entropy_of
 from ..objectives.token_function import FunctionObjective, token_loss_named
 from ..support.workspace import matrix_bytes
 from .chunks import (
@@ -208,17 +208,14 @@ def with_grad_in_place(call: WithGradInPlace, outputs: Sequence[Tensor]) -> None
 
 def rows_of_call(call: WithGrad, dtype: torch.dtype) -> tuple[Any, ...]:
     """The class weights, the objective, the valid tokens, and the targets' columns of a cross-entropy."""
-    input, target, num_classes = call.operands.input, call.operands.target, call.operands.num_classes
-    target_weight, topk_weight = call.target_weight, None
-    if target_weight is None:
-        valid, column = target != call.ignore_index, zero_where_ignored(input, target).long().unsqueeze(1)
+    operands = call.operands
+    if call.target_weight is None:
+        valid = operands.target != call.ignore_index
+        column = zero_where_ignored(operands.input, operands.target).long().unsqueeze(1)
     else:
-        valid, _, column = target_columns(target, call.ignore_index, 0, num_classes)
-        topk_weight = topk_weights(target, target_weight, call.ignore_index, dtype)
-    class_weight = None if call.operands.weight is None else call.operands.weight.to(dtype)
-    of_targets = column.squeeze(1) if topk_weight is None else column
-    objective = cross_entropy_of(of_targets, class_weight, num_classes, call.loss, dtype, topk_weight)
-    return class_weight, objective, valid, column
+        valid, _, column = target_columns(operands.target, call.ignore_index, 0, operands.num_classes)
+    objective = cross_entropy_of(call, operands.num_classes, dtype)
+    return None if operands.weight is None else operands.weight.to(dtype), objective, valid, column
 
 
 def rows_of_function(call: WithGrad) -> tuple[Any, ...]:
@@ -233,7 +230,7 @@ def rows_of_shard(call: WithGrad, losses: Tensor, argmax: Tensor | None) -> tupl
     """The same of a vocabulary shard, and what combines its rows with those of the other ranks."""
     target, weight, start, own = call.operands.target, call.operands.weight, call.vocab_start, call.operands.num_classes
     valid, hit, column = target_columns(target, call.ignore_index, start, own)
-    objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, losses.dtype)
+    objective = cross_entropy_of(call, call.vocab_size, losses.dtype)
     own_weight = None if weight is None else weight[start : start + own].to(losses.dtype)
     of_shards = None
     if call.loss.label_smoothing:

@@ -310,10 +310,9 @@ BY_CLASS = ("target", "target_weight", "grad_target_logit")  # (N, K) if a head'
 
 
 def outputs(call: Any) -> Any:
-    """Checks the call's shapes. Returns its uninitialised results: a tuple, or the only one."""
+    """Checks the call's shapes. Returns its uninitialised results, Outputs."""
     check_shapes(call)
-    results = allocate(call.results, call)
-    return results if len(results) > 1 else results[0]
+    return allocate(call.results, call)
 
 
 def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:

@@ -256,42 +256,24 @@ class CrossEntropy(RowObjective):
         return -smoothing / self.num_classes if smoothing else None
 
 
-def topk_weights(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
-    """The weights q: 0 for ignored classes, whatever their weight is; nan if a weight is negative."""
-    q = torch.where(target == ignore_index, 0.0, target_weight).to(dtype)
-    return torch.where(q < 0.0, torch.nan, q)
-
-
 def cross_entropy_of(
-    target: Tensor,  # (N,) or (N, K)
-    weight: Tensor | None,  # (V,)
-    num_classes: int,
-    options: LossOptions,
-    dtype: torch.dtype,
-    topk_weight: Tensor | None = None,  # (N, K)
-) -> CrossEntropy:
-    of_target, weight_sum = topk_weight, None
-    if weight is not None:
-        of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
-        of_target = of_class if topk_weight is None else topk_weight * of_class
-    return CrossEntropy(options, None, of_target, num_classes, weight_sum)
-
-
-def cross_entropy_of_call(
     call: Any,  # a WithGrad of meta/arguments.py, or TokenLosses
-    operands: Any,
     num_classes: int,  # V, over all shards
     dtype: torch.dtype,
 ) -> CrossEntropy:
-    target, topk_weight = operands.target, call.target_weight
-    if topk_weight is not None:
-        topk_weight = topk_weights(target, topk_weight, call.ignore_index, dtype)
-    return cross_entropy_of(target, operands.weight, num_classes, call.loss, dtype, topk_weight)
+    target, weight, of_target, weight_sum = call.operands.target, call.operands.weight, call.target_weight, None
+    if of_target is not None:  # q of soft targets: 0 for ignored classes, whatever it is; nan if negative
+        q = torch.where(target == call.ignore_index, 0.0, of_target).to(dtype)
+        of_target = torch.where(q < 0.0, torch.nan, q)
+    if weight is not None:
+        of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
+        of_target = of_class if of_target is None else of_target * of_class
+    return CrossEntropy(call.loss, None, of_target, num_classes, weight_sum)
 
 
 def losses_of_rows(problem: TokenLosses, num_classes: int, rows: Rows) -> Tensor:  # (N,)
     """Losses that autograd differentiates; 0 for ignored tokens. num_classes is V, over all shards."""
-    objective = cross_entropy_of_call(problem, problem.operands, num_classes, rows.lse_pair.dtype)
+    objective = cross_entropy_of(problem, num_classes, rows.lse_pair.dtype)
     distance = surprisal(rows.target_logit, rows.lse_pair)
     logit_sum = rows.logit_sum if problem.loss.label_smoothing else None
     losses, _ = objective.losses_and_slopes(distance, rows.lse, logit_sum)

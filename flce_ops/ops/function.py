@@ -104,7 +104,6 @@ class OperatorFunction(Function):
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
-        results = (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
         ctx.function, ctx.differentiable, values = running.function, cls.derivatives, list(inputs)
         if not cls.always:
@@ -113,11 +112,11 @@ class OperatorFunction(Function):
                 has and requested(result, call) for has, result in zip(cls.derivatives, cls.arguments.results)
             ]
         constants = []
-        for result, has in zip(results, ctx.differentiable):
+        for result, has in zip(output, ctx.differentiable):
             if not has:
                 constants.append(result)
         ctx.mark_non_differentiable(*constants)
-        save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, results))
+        save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, output))
 
     @classmethod
     def backward_function(cls) -> Callable:
@@ -281,7 +280,5 @@ def vmap_by_loop(function: type[Function], batch: int, in_dims, args):
             for arg, dim in zip(args, in_dims)
         ]
         results.append(function.apply(*element))
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
     stacked = tuple(torch.stack(parts) for parts in zip(*results))
     return stacked, (0,) * len(stacked)

@@ -21,7 +21,7 @@ from .._ops import ops
 from ..math.options import TEACHER, Operands, tokens_that_count
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
 from ..meta.arguments import Backward, Forward, KlDivWithGrad, WithGrad, WithGradInPlace
-from ..objectives.cross_entropy import cross_entropy_of_call
+from ..objectives.cross_entropy import cross_entropy_of
 from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
 from ..support import has_triton, made_by_nvidia
 from ..support.refusals import refuse_hole, running
@@ -173,7 +173,7 @@ class WithGradFunction(MadeInForward):
         rows, retained = Rows.of_forward(found), found[-1]
         valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse_pair.dtype
         if of_cross_entropy:
-            objective = cross_entropy_of_call(call, operands, operands.num_classes, dtype)
+            objective = cross_entropy_of(call, operands.num_classes, dtype)
             surprisals = surprisal(rows.target_logit, rows.lse_pair)
         else:
             counts = operands.target != call.ignore_index
