@@ -98,7 +98,8 @@ def known_divergence():
     kl_div.launch_kl_div_backward(per_token, *models, pair, pair, per_token, kind="reverse", **every)
 
 def logits():
-    cross_entropy.launch_with_grad(logits_made, target, None, None, None, label_smoothing=0.1, z_loss=number)
+    options = {"label_smoothing": 0.1, "z_loss": number, **every}
+    cross_entropy.launch_with_grad(logits_made, None, target, None, None, None, **options)
 
 def sparse():
     loss(gradient_threshold=0.02, gradient_mode="unbiased", gradient_seed=torch.empty((), dtype=torch.int64))
