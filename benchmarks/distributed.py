@@ -1,10 +1,12 @@
-"""Several GPUs: a vocabulary-parallel step against its ideal, and a small Llama under FSDP2 on growing numbers of GPUs.
+"""Several GPUs: a vocabulary-parallel step against its ideal, and a small Llama in a zero-bubble pipeline and under
+FSDP2, on growing numbers of GPUs.
 
-    torchrun --standalone --nproc-per-node 8 -m benchmarks.distributed              # both parts, and again with 4, 2, 1
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.distributed              # all parts, and again with 4, 2, 1
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --toy        # gloo on a CPU: seconds
     torchrun --standalone --nproc-per-node 4 -m benchmarks.distributed --parts vocabulary --shapes 16384x4096x128256
 
     vocabulary        vocabulary_parallel.py    -> benchmarks/results/<gpu>/distributed_vocabulary.csv
+    pipeline          pipeline.py               -> benchmarks/results/<gpu>/distributed_pipeline.csv
     weak_scaling      weak_scaling.py           -> benchmarks/results/<gpu>/distributed_weak_scaling.csv
 
 Rows for other numbers of GPUs that are already in the files are kept.
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.command import command
+from benchmarks.pipeline import pipeline_rows
 from benchmarks.ranks import Clock, process_group, release
 from benchmarks.report import KeepingReport, environment, say, table_of
 from benchmarks.shapes import parse_shapes
@@ -30,7 +33,7 @@ SHAPES, TOY_SHAPES = "16384x4096x128256,16384x8192x256000", "48x32x517"
 
 
 def parser() -> argparse.ArgumentParser:
-    made = command("distributed", __doc__, rounds=3, ms=400.0, parts="vocabulary,weak_scaling")
+    made = command("distributed", __doc__, rounds=3, ms=400.0, parts="vocabulary,pipeline,weak_scaling")
     made.add_argument("--shapes", help=f"NxDxV,...; the ranks divide N; {SHAPES}")
     made.add_argument("--toy", action="store_true", help="sizes for gloo on a CPU")
     made.add_argument("--compile", action="store_true", help="weak scaling also with compiled blocks")
@@ -65,6 +68,16 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
                 columns = [("ms", 10, ".3f"), ("x_ideal", 9, ".3f"), ("gemm_ms", 9, ".3f"), *every]
                 columns += [("communication_ms", 18, ".3f"), ("all_reduce_GBps", 17, ".0f"), ("grad_norm", 12, ".4e")]
                 say(table_of(rows, columns, heading=f"{shape}", width=18, name_of=lambda row: row.provider))
+
+    if "pipeline" in options.parts and size > 1:
+        model = TOY_LLAMA._replace(depth=2 * size) if options.toy else LLAMA._replace(sequences=1)
+        rows = pipeline_rows(model, clock, found)
+        release(device)
+        if first:
+            KeepingReport(out / "distributed_pipeline.csv", ranks=size, torch=found.torch).add(rows)
+            columns = [("ms", 10, ".3f"), *((name, 9, ".4g") for name in ("forward_passes", "input_passes"))]
+            columns += [("weight_passes", 9, ".4g"), ("tokens_per_s", 14, ",.0f"), *every]
+            say(table_of(rows, columns, heading="pipeline", width=32, name_of=lambda row: row.head))
 
     if "weak_scaling" in options.parts:
         for compiled, head in itertools.product((False, True)[: 1 + options.compile], ("flce_ops", "F.cross_entropy")):

@@ -78,7 +78,9 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:  # (B, T), (B, T) -> ()
-        x = self.hidden_states(tokens)
+        return self.loss(self.hidden_states(tokens), target)
+
+    def loss(self, x: Tensor, target: Tensor) -> Tensor:  # (B, T, D), (B, T) -> ()
         if self.fused_head:
             return self.head(x, target)
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), target.flatten())

@@ -11,11 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from .plot import OTHERS, OURS
 from .tables.markdown import rows_of
 from .tables.training import EXACT, LABELS, above_exact
 
-COLOURS = dict(zip(LABELS, (*OURS[:4], *OTHERS), strict=False))
+OURS = ("#08519c", "#3182bd", "#6baed6", "#9ecae1")
+OTHERS = ("#d95f02", "#1b9e77", "#e7298a", "#7570b3", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+COLOURS = dict(zip(LABELS, (*OURS, *OTHERS), strict=False))
 SMOOTH = 5  # points
 LOSSES = {"held_out_loss": "all tokens", "rare_loss": "rarest 10 %", "rarest_loss": "rarest 1 %"}
 

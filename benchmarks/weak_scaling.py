@@ -4,7 +4,9 @@ benchmarks.distributed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ class WeakScalingRow(Environment):
     ranks: int
     head: str
     tokens_per_rank: int
-    parameters_M: float
+    parameters_M: float | None = None
     ms: float | None = None
     spread: float | None = None
     tokens_per_s: float | None = None  # over all ranks
@@ -31,6 +33,9 @@ class WeakScalingRow(Environment):
     peak_MiB: float | None = None
     loss: float | None = None
     reason: str = ""
+
+
+Row = TypeVar("Row", bound=WeakScalingRow)
 
 
 def weak_scaling_row(
@@ -64,15 +69,19 @@ def weak_scaling_row(
         optimizer.zero_grad()
         return loss.detach()
 
+    return measured(row, step, clock)
+
+
+def measured(row: Row, step: Callable[[], Tensor], clock: Clock) -> Row:
     losses: list[Tensor] = []
     failure, row.peak_MiB = guarded(lambda: losses.extend(step() for _ in range(3)), clock)
     if failure is not None:
         row.reason = failure
         return row
-    if device.type == "cuda":
+    if clock.device.type == "cuda":
         row.peak_MiB = clock.largest(torch.cuda.max_memory_allocated() / 2**20)
     row.loss = losses[-1].item()
-    ((row.ms, row.spread),) = clock.time({head: step}).values()
-    row.tokens_per_s = mesh.size() * tokens_per_rank / (1e-3 * row.ms)
-    row.tokens_per_s_per_rank = tokens_per_rank / (1e-3 * row.ms)
+    ((row.ms, row.spread),) = clock.time({row.head: step}).values()
+    row.tokens_per_s_per_rank = row.tokens_per_rank / (1e-3 * row.ms)
+    row.tokens_per_s = row.ranks * row.tokens_per_s_per_rank
     return row

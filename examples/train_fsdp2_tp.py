@@ -124,11 +124,11 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     data = mesh["dp"]
     losses = []
     for step, (tokens, target) in enumerate(batches(options, device)):
-        # FSDP averages gradients over dp, so dividing by the mean count gives the mean over the tokens of all processes
-        normalizer = (target != -100).sum() / data.size()
+        count = (target != -100).sum()  # an integer: FSDP's mixed precision rounds floating arguments
         share = options.batch // data.size()
         mine = slice(data.get_local_rank() * share, (data.get_local_rank() + 1) * share)
-        loss = model(tokens[mine], target[mine], normalizer)
+        # FSDP averages gradients over dp: times its size they are those of the mean over the tokens of all processes
+        loss = data.size() * model(tokens[mine], target[mine], count)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -23,7 +23,7 @@ from .functional import (
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .objectives.token_function import token_loss
 from .support.path import Path, last_path
-from .support.workspace import get_workspace, set_workspace, workspace
+from .support.workspace import get_workspace, gradients_in_backward, set_workspace, workspace
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "__version__",
     "cross_entropy",
     "get_workspace",
+    "gradients_in_backward",
     "last_path",
     "linear_cross_entropy",
     "linear_kl_div",

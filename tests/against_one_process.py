@@ -63,10 +63,10 @@ def train(model: nn.Module, batches, *, group=None, micro_batches: int = 1, no_s
     return losses
 
 
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
-    }
+def full_parameters(model: nn.Module, of: str = "data") -> dict[str, torch.Tensor]:
+    """The parameters, or their gradients, of all ranks."""
+    found = {name: getattr(parameter, of).detach() for name, parameter in model.named_parameters()}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in found.items()}
 
 
 def check_same(losses, expected, parameters, reference, tolerance=TOLERANCE):

@@ -26,6 +26,7 @@ from ..math.statistics import shards_of_classes
 from ..math.weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
 from ..meta.checks import check_dense
 from ..support.refusals import refuse_hole
+from ..support.sizes import SYMBOLIC, cdiv
 from . import OneRank
 from .local import SumOverRanks, globalize, localize
 
@@ -189,6 +190,7 @@ def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
         layout, rows = layout_of_logits(op, **tensors), tensors["logits"]
     else:
         layout, rows = layout_of(op=op, **tensors), tensors["input"]
+    check_local_shapes(op, layout.mesh, tensors)
     if "teacher_input" in named:
         teacher = named["teacher_input"], named["teacher_weight"]
         check_teacher_layout(op, layout, named["linear_weight"], *teacher)
@@ -209,11 +211,6 @@ def layout_of(input: Tensor, linear_weight: Tensor, op: str, **others: Tensor | 
         raise ValueError(
             f"{op}: input is {describe(input)}, but linear_weight is {describe(linear_weight)}; both must be on one "
             f"mesh: make input a DTensor on the weight's mesh, or the weight one on input's. {FSDP_HINT}"
-        )
-    if input.device_mesh.get_coordinate() is None:
-        raise ValueError(
-            f"{op}: this process is not part of the mesh of input and linear_weight, {input.device_mesh}; call it on "
-            "the processes of the mesh only"
         )
     check_same_mesh(input, op, **others)
     tokens, vocabulary = [], []
@@ -242,6 +239,47 @@ def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str) -> Non
             f"{op}: input and linear_weight are plain tensors, but another argument is a DTensor; pass that argument's "
             "to_local() (or full_tensor()), or make input and linear_weight DTensors on its mesh"
         )
+
+
+def check_local_shapes(op: str, mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
+    """Checks, without communication, that this rank's part of each DTensor has the shape that the placements give this
+    rank. Otherwise the loss would be that of other classes or tokens. Sizes that a traced graph learns when it runs are
+    not compared.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"{op}: this process is not part of the mesh of the arguments, {mesh}; call it on the processes of the "
+            "mesh only"
+        )
+    distributed, shape = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}, mesh.shape
+    with torch.no_grad():  # so that autograd records nothing
+        local_shapes = [tensor.to_local().shape for tensor in distributed.values()]
+    for (name, tensor), local in zip(distributed.items(), local_shapes):
+        expected = list(tensor.shape)
+        for placement, ranks, rank in zip(tensor.placements, shape, coordinate):
+            if splits(placement) and not isinstance(expected[dim := cast(Shard, placement).dim], SYMBOLIC):
+                expected[dim] = size_of_shard(expected[dim], placement, ranks, rank)
+        known = [sizes for sizes in zip(local, expected) if not isinstance(sizes[0] + sizes[1], SYMBOLIC)]
+        if len(local) != len(expected) or any(size != of for size, of in known):
+            raise ValueError(
+                f"{op}: {name} is {describe(tensor)} and has shape {tuple(tensor.shape)}, of which the rank at "
+                f"{tuple(coordinate)} holds {tuple(expected)}, but its local tensor has shape {tuple(local)}. Shards "
+                "are those of torch.chunk, the last ones short or empty: make the DTensor with distribute_tensor, or "
+                "give DTensor.from_local such shards, and the shape and stride of the whole"
+            )
+
+
+def size_of_shard(size: int, placement: Placement, ranks: int, rank: int) -> int:
+    """How many of `size` rows `rank` has. A strided shard has a shard of each of split_factor pieces."""
+    piece = cdiv(size, getattr(placement, "split_factor", 1)) or 1
+    pieces, rest = divmod(size, piece)
+    return pieces * size_of_chunk(piece, ranks, rank) + size_of_chunk(rest, ranks, rank)
+
+
+def size_of_chunk(size: int, ranks: int, rank: int) -> int:
+    rows = cdiv(size, ranks)
+    return max(0, min(rows, size - rank * rows))
 
 
 def check_dense_shards(op: str, **tensors: DTensor | None) -> None:

@@ -230,7 +230,7 @@ class VocabParallelFunction(MadeInForward):
         problem = TokenLosses(call.operands, call.ignore_index, call.loss, call.logits)
         losses = losses_of_rows(problem, ctx.layout.num_classes, vocab_parallel_rows(ctx.layout, problem))
         leaves = [getattr(call.operands, name) for name in OPERANDS]
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        wanted = [leaf for leaf, want in zip(leaves, call.output_mask) if want]
         found = torch.autograd.grad((call.reduction.row_scale * losses).sum(), wanted, grad_loss, create_graph=True)
         by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found)}
         return [by_leaf.get(id(leaf)) for leaf in leaves], losses

@@ -22,8 +22,8 @@ from ..meta.arguments import (
 from ..meta.checks import check_constants
 from ..objectives.divergence import DIVERGENCES
 from ..support.refusals import refuse_hole
-from ..support.torch_private import differentiated, runs_in_this_backward
-from .function import OperatorFunction, WithoutDerivative, wanted, where_wanted
+from ..support.torch_private import differentiated
+from .function import OperatorFunction, WithoutDerivative, gradients_asked_for, wanted, where_wanted
 from .saved_logits import saved_rows, saves_logits
 from .second_derivatives import second_derivatives
 
@@ -64,11 +64,9 @@ class ForwardFunction(OperatorFunction):
             pair = finite_in_empty_rows(pair.T, pair).T
         *mask, scale_gradient = wanted(ctx, Forward, *Backward.made)
         backward, into = Backward, {}
+        # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
         if ctx.main_grad is not None and mask[1]:
-            # a backward that asks only for other gradients leaves main_grad alone, as it leaves .grad alone
-            mask[1] = runs_in_this_backward(ctx.next_functions[1][0])
-            if mask[1]:
-                backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
+            backward, into = BackwardInPlace, {"main_grad": ctx.main_grad}
         values = backward.like(
             call,
             cotangents=Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum),
@@ -112,7 +110,7 @@ class BackwardFunction(OperatorFunction):
         call = Backward.of(values)
         if call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
-        return second_derivatives(call, grad_grads)
+        return second_derivatives(call, grad_grads, gradients_asked_for(ctx))
 
 
 class BackwardInPlaceFunction(OperatorFunction):
@@ -125,9 +123,6 @@ class BackwardInPlaceFunction(OperatorFunction):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
             refuse_hole(cls.called(), "second of main_grad")
-
-
-# N tokens, V vocabulary
 
 
 class KlDivFunction(OperatorFunction):

@@ -26,6 +26,7 @@ from ..support.torch_private import (
     functorch_is_active,
     has_tangent,
     plain_apply,
+    runs_in_this_backward,
 )
 
 # groups of options that hold numbers and tensors whose gradient is refused
@@ -245,9 +246,21 @@ def saved_tensors(ctx) -> tuple[Tensor, ...]:
         ) from error
 
 
-def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
+def gradients_asked_for(ctx) -> Sequence[bool]:
+    """For each argument, whether the running backward wants its gradient. ctx.needs_input_grad says only that it
+    requires one: torch.autograd.grad may ask for others, as a zero-bubble pipeline does, which runs one backward for
+    the gradient of input and a later one for those of parameters.
+    """
     needs = ctx.needs_input_grad  # read once, because each access makes a new tuple
-    return [needs[arguments.index[name]] for name in names]
+    if torch.compiler.is_compiling():  # compiled autograd knows no nodes; a traced backward makes every gradient
+        return needs
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # of the arguments that require a gradient
+    return [need and runs_in_this_backward(next(nodes)) for need in needs]
+
+
+def wanted(ctx, arguments: type[Arguments], *names: str) -> list[bool]:
+    asked = gradients_asked_for(ctx)
+    return [asked[arguments.index[name]] for name in names]
 
 
 class WithoutDerivative(OperatorFunction):

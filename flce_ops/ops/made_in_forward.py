@@ -34,7 +34,7 @@ from ..support.torch_private import (
     written_over_where_donated,
 )
 from .autograd import KlDivFunction
-from .function import OPERANDS, OperatorFunction, restore, save
+from .function import OPERANDS, OperatorFunction, gradients_asked_for, restore, save
 
 # N tokens, D hidden, V vocabulary
 
@@ -108,15 +108,18 @@ class MadeInForward(OperatorFunction):
 
     @classmethod
     def of_cotangents(cls, ctx, grad_loss, *_):
-        arguments, needs = cls.arguments, ctx.needs_input_grad  # read once, because each access makes a new tuple
+        arguments = cls.arguments
         index, found = arguments.index, [None] * len(arguments.index)
         if grad_loss is None:
             return tuple(found)
+        needs = gradients_asked_for(ctx)
         outer, running.function = running.function, ctx.function
         try:
             values, saved = restore(ctx, arguments)
             losses, leaf, here, places = saved[0], saved[0], [], []
             if torch.is_grad_enabled():  # true under create_graph
+                values[index["output_mask"]] = [needs[index[name]] for name in OPERANDS]
+                values[index["scale_gradient"]] = needs[index["logit_scale"]]
                 products, losses = cls.made_again(ctx, arguments.of(values), grad_loss)
                 places = [index[name] for name in arguments.made]
             else:
@@ -126,9 +129,10 @@ class MadeInForward(OperatorFunction):
                     if was_made and needs[place]:
                         here.append(gradient)
                         places.append(place)
-                        # takes the last operand that needs a gradient, rather a parameter than input: parameters stay
-                        # in memory anyway, but a compiled graph would have to save input
-                        leaf = values[place] if name in OPERANDS else leaf
+                    # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in
+                    # memory anyway, but a compiled graph would have to save input
+                    if was_made and name in OPERANDS:
+                        leaf = values[place]
                 products = multiplied(here, grad_loss, leaf)
             for place, product in zip(places, products):
                 found[place] = product if needs[place] else None

@@ -23,6 +23,7 @@ from ..math.options import KlDivOperands, KlDivOptions, TokenLosses
 from ..math.statistics import shard_rows
 from ..support import made_by_nvidia, torch_private
 from ..support.path import Choice, Condition, PathRow, choose
+from ..support.workspace import gradients_are_left_to_backward
 
 
 class CallFacts(NamedTuple):
@@ -38,6 +39,7 @@ class CallFacts(NamedTuple):
     softcap: bool = False
     wants_gradient: bool = False  # some gradient of input, linear_weight or linear_bias is wanted
     main_grad: bool = False  # there is a buffer to which the gradient of linear_weight is added
+    left_to_backward: bool = False  # gradients_in_backward()
     functorch: bool = False
     saved_tensor_hooks: bool = False
     checkpoint: bool = False  # AOTAutograd traces a checkpointed region, which backward runs again
@@ -104,6 +106,7 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
         input.device.type,
         input.dtype,
         wants_gradient=wanted and torch.is_grad_enabled(),
+        left_to_backward=gradients_are_left_to_backward(),
         functorch=torch_private.functorch_is_active(),
         saved_tensor_hooks=torch_private.saved_tensor_hooks() is not None,
         checkpoint=torch_private.metadata_of_trace().get("recompute") is not None,
@@ -172,6 +175,10 @@ NO_ENTROPY = Condition("a function that does not read entropy", lambda s: not s.
 # Forward must not add to main_grad: there may be no backward, and grad_output, which multiplies the gradient, is known
 # only in backward.
 NO_MAIN_GRAD = Condition("no main_grad", lambda s: not s.main_grad)
+# Forward cannot notice that a pipeline will ask for the gradients one by one: torch's schedules call the loss as anyone
+# does. Backward notices, but then both are made. So the caller says it, once for all losses inside a block: an argument
+# would have to pass through every trainer that calls the loss.
+NOT_LEFT_TO_BACKWARD = Condition("no gradients_in_backward()", lambda s: not s.left_to_backward)
 NO_FUNCTORCH = Condition("no torch.func transform", lambda s: not s.functorch)
 NO_HOOKS = Condition("no saved-tensor hooks (a checkpoint's)", lambda s: not s.saved_tensor_hooks)
 NO_CHECKPOINT = Condition("no checkpointed region", lambda s: not s.checkpoint)
@@ -201,9 +208,9 @@ TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES, NOT_BEYOND)
 # have. Label smoothing under a softcap fits the epilogue that makes G, but not the one that makes exponentials: 4
 # passes in Triton take 0.43 of the time of 3 in ATen at 4096x2048x128256, 0.62 at 4096x4096x151936.
 IN_FORWARD = (NOT_FLOAT16, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
-MADE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, NO_HOOKS, NO_CHECKPOINT)
+MADE_IN_FORWARD = (WANTS_GRADIENT, NOT_LEFT_TO_BACKWARD, *IN_FORWARD)
 OF_OPERANDS = (*MADE_IN_FORWARD, RANK_ONE_IN_TRITON)
-SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NO_FUNCTORCH, SPARSE)
+SPARSE_IN_FORWARD = (NOT_FLOAT16, WANTS_GRADIENT, NOT_LEFT_TO_BACKWARD, NO_FUNCTORCH, SPARSE)
 OF_LOGITS = (WANTS_LOGITS, *IN_FORWARD)
 LOSS = {
     "a scalar loss": (
@@ -216,7 +223,7 @@ LOSS = {
         PathRow("recompute", ()),
     ),
     "a scalar loss of token functions": (
-        PathRow("one pass", (ALL_CLASSES, NOT_SPARSE, NO_ENTROPY, WANTS_GRADIENT, *IN_FORWARD)),
+        PathRow("one pass", (ALL_CLASSES, NOT_SPARSE, NO_ENTROPY, *MADE_IN_FORWARD)),
         PathRow("recompute", ()),
     ),
     "a scalar loss of given logits": (

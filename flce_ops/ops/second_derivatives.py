@@ -20,8 +20,12 @@ from ..math.statistics import target_columns
 COTANGENTS = (*Cotangents._fields, "grad_expected_log_prob")
 
 
-def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    """The gradients of a backward operator's arguments by name. `grad_grads` are the cotangents of its results."""
+def second_derivatives(
+    call: Any, grad_grads: Sequence[Tensor | None], asked: Sequence[bool]
+) -> dict[str, Tensor | None]:
+    """The gradients of a backward operator's arguments by name: those that are `asked` for. `grad_grads` are the
+    cotangents of its results.
+    """
     cotangents = dict(zip(COTANGENTS, (*call.cotangents, vars(call).get("grad_expected_log_prob"))))
     cotangents = {name: tensor for name, tensor in cotangents.items() if tensor is not None}
     along = {name: tensor for name, tensor in zip(call.made, grad_grads) if tensor is not None}
@@ -38,7 +42,9 @@ def second_derivatives(call: Any, grad_grads: Sequence[Tensor | None]) -> dict[s
         found, pull, *_ = torch.func.vjp(rows, {name: leaves[name] for name in along})
         return pull({name: leaves[name].to(of.dtype) for name, of in found.items()})[0]
 
-    wanted = {name: leaf for name, leaf in fixed.items() if leaf.requires_grad}
+    wanted = {name: leaf for name, leaf in fixed.items() if asked[call.index[name]]}
+    if not wanted:
+        return {}
     with torch.autocast(call.lse_pair.device.type, enabled=False):
         return torch.func.vjp(gradients, wanted)[1](along)[0]
 

@@ -1,4 +1,5 @@
-"""How much memory a call may use beside its results: temporary memory, and logits saved from forward to backward.
+"""How much memory a call may use beside its results: temporary memory, and logits saved from forward to backward. Also
+gradients_in_backward(), a block in which losses save logits instead of gradients.
 
 The workspace bounds everything that an operator allocates besides its results, for any number of tokens. It changes the
 speed and the number of chunks, not the meaning of the result. Saved logits come on top, between a forward operator and
@@ -92,6 +93,7 @@ class Budget:
 
 _temporary = Budget(None)  # None: the default
 _retained = Budget(None)
+_in_backward = Budget(None)  # any number: the block gradients_in_backward() is open
 
 
 # Bytes already taken by the call that runs in this thread.
@@ -155,10 +157,10 @@ def set_workspace(nbytes: float | None = None, *, retained: float | None = None)
             chunk takes no more than 16 MiB, unless that is fewer than 128 rows. The ATen kernels sum the weight's
             gradient of 16-bit operands over chunks in float32 if that (V, D) sum takes at most half of nbytes or 32
             MiB, on a CPU over more than 8 chunks. The float32 sums of a double backward come on top.
-        retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs) and a
-            scalar loss in float16 save the logits of as many tokens as fit, two bytes a logit of 16-bit operands: 3
-            GEMM passes for these tokens instead of 4. 0 saves none. A compiled graph has the value with which it was
-            traced.
+        retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs), a
+            scalar loss in float16 and one under gradients_in_backward() save the logits of as many tokens as fit, two
+            bytes a logit of 16-bit operands: 3 GEMM passes for these tokens instead of 4. 0 saves none. A compiled
+            graph has the value with which it was traced.
 
     Raises:
         ValueError: `nbytes` is not a positive whole number (1e9 is one), or `retained` is negative.
@@ -186,9 +188,42 @@ def workspace(nbytes: float | None = None, *, retained: float | None = None) -> 
         yield
 
 
-def checked_bytes(function: str, nbytes: float | None, retained: float | None) -> tuple[int | None, int | None]:
+@contextmanager
+def gradients_in_backward() -> Iterator[None]:
+    """Scalar losses of a head computed inside the `with` block, in every thread, leave their gradients to backward, as
+    losses of `reduction="none"` do.
+
+        with flce_ops.gradients_in_backward():
+            schedule.step(tokens, target=target)
+
+    This is for zero-bubble pipelines (`ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble`, `ScheduleDualPipeV`).
+    Usually a scalar loss makes both gradients in forward, so a later backward has no GEMM to fill a bubble with. Inside
+    the block forward runs 1 GEMM pass and saves the logits of as many tokens as `set_workspace(retained=...)` allows.
+    Backward runs one pass for each gradient that is asked for: input's first, linear_weight's later. For tokens whose
+    logits are not saved each backward runs a further pass, and linear_kl_div, which saves no logits, runs two.
+
+    The values are those of the loss outside the block, up to rounding. A compiled graph keeps the choice with which it
+    was traced.
+
+    Raises:
+        RuntimeError: in a function that is compiled with fullgraph=True.
+    """
+    refuse_in_a_graph("gradients_in_backward")
+    with _in_backward.block(1):
+        yield
+
+
+def gradients_are_left_to_backward() -> bool:
+    return _in_backward.get() is not None
+
+
+def refuse_in_a_graph(function: str) -> None:
     if torch.compiler.is_dynamo_compiling():  # otherwise the graph would run with the value that holds outside
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
+
+
+def checked_bytes(function: str, nbytes: float | None, retained: float | None) -> tuple[int | None, int | None]:
+    refuse_in_a_graph(function)
     if nbytes is not None or retained is None:
         nbytes = whole_number(nbytes, 1, f"{function}: expected a positive number of bytes")
     if retained is not None:

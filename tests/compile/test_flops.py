@@ -2,10 +2,13 @@
 
 # N tokens, D hidden, V vocabulary
 
+import contextlib
+
 import pytest
 import torch
 from counting_backend import CountingBackend
 from inputs import make_inputs
+from test_compile import LOSSES_OF_TOKENS, kl_div, tensors_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce_ops
@@ -82,6 +85,54 @@ def test_token_weights_alone_cost_one_pass(device):
     inputs.input.requires_grad_(False)
     inputs.linear_weight.requires_grad_(False)
     assert passes(step, "mean", inputs) == 1
+
+
+# forward, and backward by the input alone, by the weight alone, by both: under gradients_in_backward() and where
+# backward makes the gradients in any case; the second of two models has one pass more in each
+IN_BACKWARD = {False: (1, 1, 1, 2), True: (2, 3, 3, 4)}
+NAMES = ("mean", "none", "metrics", "soft targets", "log_probs", "topk", "policy", "policy none", "kl_div", "logits")
+FUNCTIONS = {name: LOSSES_OF_TOKENS[name] for name in NAMES} | {
+    "kl_div none": lambda *args: kl_div(*args, reduction="none"),
+    "token_loss": lambda *args: flce_ops.linear_token_loss(*args, lambda log_prob: log_prob.square())[0],
+    "token_loss none": lambda *args: flce_ops.linear_token_loss(*args, torch.neg, reduction="none")[0],
+    "sum": lambda *args: flce_ops.linear_cross_entropy(*args, reduction="sum"),
+    "token_weight": lambda *args: flce_ops.linear_cross_entropy(*args, token_weight=torch.rand(N)),
+}
+MADE_IN_FORWARD = (
+    "mean",
+    "sum",
+    "metrics",
+    "soft targets",
+    "policy",
+    "token_loss",
+    "kl_div",
+    "token_weight",
+)
+
+
+@pytest.mark.parametrize("left_to_backward", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_backward_runs_the_passes_of_the_gradients_that_it_is_asked_for(name, left_to_backward):
+    """As the two backwards of a zero-bubble pipeline, of a graph that is retained."""
+    inputs = make_inputs((N, D, 31))
+    leaves, found = (inputs.input, inputs.linear_weight), []
+    expected = IN_BACKWARD["kl_div" in name]
+    if name in MADE_IN_FORWARD and not left_to_backward:
+        expected = (expected[0] + 2, 0, 0, 0)
+    with flce_ops.gradients_in_backward() if left_to_backward else contextlib.nullcontext():
+        counted = [passes(lambda: found.append(FUNCTIONS[name](*leaves, inputs.target)))]
+    loss = sum(value.sum() for value in tensors_of(found) if value.requires_grad)
+    for asked in (leaves[:1], leaves[1:], leaves):
+        counted.append(passes(torch.autograd.grad, loss, asked, None, True))
+    assert [count * V / 31 for count in counted] == [*expected]
+
+
+def test_without_saved_logits_each_backward_makes_them_again():
+    inputs = make_inputs((N, D, V))
+    with flce_ops.workspace(retained=0), flce_ops.gradients_in_backward():
+        loss = flce_ops.linear_cross_entropy(*inputs.args)
+    for leaf in (inputs.input, inputs.linear_weight):
+        assert passes(torch.autograd.grad, loss, leaf, None, True) == 2
 
 
 def test_double_backward_is_counted(device):

@@ -97,6 +97,13 @@ def known_divergence():
     models, pair = (input, weight, None, input, weight, None, None, None), torch.empty(tokens, 2)
     kl_div.launch_kl_div_backward(per_token, *models, pair, pair, per_token, kind="reverse", **every)
 
+def learnt(columns):
+    given = torch.empty(hidden, tokens, dtype=torch.bfloat16).T if columns else input
+    found = {"logit_scale": number, "scale_gradient": True}
+    pair = torch.empty(tokens, 2)
+    backward.launch_backward(per_token, per_token, None, given, weight, target, None, None, pair, **found, **every)
+    with_grad.launch_with_grad(given, weight, target, None, None, None, None, None, **found, **every)
+
 def logits():
     options = {"label_smoothing": 0.1, "z_loss": number, **every}
     cross_entropy.launch_with_grad(logits_made, None, target, None, None, None, **options)
@@ -143,6 +150,11 @@ rows(retain=tokens)
 assert compiled.count("stored_tiles_kernel") == 3, compiled
 logits()
 assert compiled[-1] == "rows_kernel"
+KERNELS = "input_gradient_kernel", "finish_product_kernel"
+compiled.clear()
+learnt(columns=False)
+learnt(columns=True)
+assert len(compiled) == 8, compiled
 """
 
 

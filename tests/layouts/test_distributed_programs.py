@@ -52,8 +52,13 @@ def test_benchmark_writes_its_rows_and_all_providers_agree(world, tmp_path):
             assert float(row["grad_norm"]) == pytest.approx(float(found[0]["grad_norm"]), rel=10 * tolerance)
     scaling = list(csv.DictReader(next(tmp_path.rglob("distributed_weak_scaling.csv")).open()))
     assert {row["head"] for row in scaling} == {"flce_ops", "F.cross_entropy"}
-    assert float(scaling[0]["loss"]) == pytest.approx(float(scaling[1]["loss"]), rel=tolerance)
-    assert all(float(row["tokens_per_s"]) > 0 for row in scaling)
+    pipeline = list(csv.DictReader(next(tmp_path.rglob("distributed_pipeline.csv")).open()))
+    passes = [[float(row[f"{of}_passes"]) for of in ("forward", "input", "weight")] for row in pipeline]
+    assert passes == [[3, 0, 0], [1, 1, 1], [1, 1, 1]]
+    for first, *others in (scaling, pipeline):
+        assert float(first["tokens_per_s"]) > 0
+        for row in others:
+            assert float(row["loss"]) == pytest.approx(float(first["loss"]), rel=tolerance) and float(row["ms"]) > 0
 
 
 def benchmark(device, directory):

@@ -7,6 +7,7 @@ gradients.
 # B batch, T tokens of one sequence, D hidden, V vocabulary
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,7 +32,7 @@ from process_pool import run_in_world, worlds
 from small_transformer import SmallTransformer, make_batches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,11 +50,6 @@ FSDP2_CASES = {
     "reshard after forward": {"reshard_after_forward": True},
     "checkpointed blocks": {"checkpointed": True, "wrapping": "head alone"},
     "gradient accumulation": {"micro_batches": 2},
-    "gradient accumulation, head alone, no reshard": {
-        "micro_batches": 2,
-        "wrapping": "head alone",
-        "reshard_after_forward": False,
-    },
 }
 
 
@@ -112,6 +108,34 @@ def test_fsdp2_in_bfloat16_stays_near_one_process_in_float32(device):
         losses, expected = train(model, batches), reference_losses(reference, batches)
         tolerance = BFLOAT16_TIED_TOLERANCE if tied else BFLOAT16_TOLERANCE
         check_same(losses, expected, full_parameters(model), reference, tolerance)
+
+
+@in_worlds(worlds(2))
+def test_mixed_precision_rounds_a_floating_normalizer_and_output_dtype_the_loss(device):
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    tokens, target = make_batches(1, SEQUENCES, device)[0]
+    count = torch.tensor(1001, device=device)  # 1000 in bfloat16
+
+    def trained(of_head, of_root):
+        """The loss, that of a floating count, and gradients."""
+        torch.manual_seed(0)
+        model = SmallTransformer().to(device)
+        for layer, options in ((model.blocks[0], {}), (model.blocks[1], {}), (model.head, of_head), (model, of_root)):
+            fully_shard(layer, mesh=mesh, mp_policy=replace(BFLOAT16, **options))
+        loss = model(tokens, target, count)
+        loss.backward()
+        gradients = full_parameters(model, "grad")
+        return loss, model(tokens, target, count.float()), gradients
+
+    exact, rounded, gradients = trained({}, {})
+    assert exact.dtype == torch.float32
+    torch.testing.assert_close(rounded / exact, torch.tensor(1.001, device=device), rtol=1e-6, atol=0)
+    for loss in trained({"cast_forward_inputs": False}, {"cast_forward_inputs": False})[:2]:
+        torch.testing.assert_close(loss, exact, rtol=1e-6, atol=0)
+    for policies in (({"output_dtype": torch.bfloat16}, {}), ({}, {"output_dtype": torch.bfloat16})):
+        loss, _, of_rounded = trained(*policies)
+        assert loss.dtype == torch.bfloat16 and loss == exact.bfloat16() and loss != exact
+        torch.testing.assert_close(of_rounded, gradients, rtol=1e-3, atol=1e-5)
 
 
 @in_worlds(worlds(2))

@@ -62,6 +62,21 @@ def test_gradgradcheck_of_one_argument(device, wanted, reduction):
     assert gradgradcheck(*as_function_of_leaves(inputs, options))
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_second_derivatives_asked_for_one_by_one_are_those_of_one_backward(device, reduction):
+    call, leaves = as_function_of_leaves(*example(device, "everything", reduction))
+
+    def each(value, **graph):
+        return [torch.autograd.grad(value, leaf, retain_graph=True, **graph)[0] for leaf in leaves]
+
+    loss = call(*leaves).sum()
+    both, alone = torch.autograd.grad(loss, leaves, create_graph=True), each(loss, create_graph=True)
+    penalties = [sum(gradient.square().sum() for gradient in first) for first in (both, alone)]
+    expected = torch.autograd.grad(penalties[0], leaves, retain_graph=True)
+    for found, of_one_backward in ((alone, both), *((each(penalty), expected) for penalty in penalties)):
+        torch.testing.assert_close(found, list(of_one_backward), rtol=1e-12, atol=1e-14)
+
+
 def second_derivatives(function, inputs, options, penalty):
     """Gradients of loss + penalty(gradients), as in gradient penalties and meta-learning."""
     inputs = inputs.clone()

@@ -13,6 +13,8 @@ from test_checkpoint import WAYS
 from test_compile import LOSSES_OF_TOKENS, kl_div, tensors_of, value_and_gradients
 from torch.utils.checkpoint import checkpoint
 
+import flce_ops
+
 FUNCTIONS = LOSSES_OF_TOKENS | {kind: functools.partial(kl_div, kind=kind) for kind in KINDS}
 every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -46,6 +48,42 @@ def test_a_frozen_operand_changes_no_other_gradient(device, frozen, function):
     loss = sum(value.sum() for value in tensors_of(function(*args)) if value.requires_grad)
     (found,) = torch.autograd.grad(loss, args[1 - frozen])
     assert torch.equal(found, gradients[1 - frozen])
+
+
+def left_to_backward(function):
+    """`function` under gradients_in_backward()."""
+
+    def run(*args):
+        with flce_ops.gradients_in_backward():
+            return function(*args)
+
+    return run
+
+
+def checkpointed(function):
+    return lambda *args: checkpoint(lambda *args: tuple(tensors_of(function(*args))), *args, use_reentrant=False)
+
+
+def compiled(function):
+    return torch.compile(lambda *args: tuple(tensors_of(function(*args))), backend="aot_eager", fullgraph=True)
+
+
+@every_function
+@pytest.mark.parametrize("way", [lambda function: function, left_to_backward, checkpointed, compiled])
+def test_gradients_asked_for_one_by_one_are_those_of_one_backward(device, function, way):
+    """A zero-bubble pipeline asks for the input's first, and retains the graph."""
+    *leaves, target = operands(device, torch.float32)
+    # AOTAutograd takes saved tensors for buffers of one backward, and then refuses to retain its graph
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss, plain = (
+            sum(value.sum() for value in tensors_of(of(*leaves, target)) if value.requires_grad)
+            for of in (way(function), function)
+        )
+        both = torch.autograd.grad(loss, leaves, retain_graph=True)
+        alone = [torch.autograd.grad(loss, leaf, retain_graph=leaf is leaves[0])[0] for leaf in leaves]
+        for first, second, exact in zip(both, alone, torch.autograd.grad(plain, leaves), strict=True):
+            assert torch.equal(first, second)
+            torch.testing.assert_close(first, exact, rtol=1e-5, atol=1e-6)
 
 
 @every_function

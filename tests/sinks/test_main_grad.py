@@ -144,8 +144,10 @@ def test_every_backward_adds_and_one_that_asks_for_other_gradients_does_not(devi
     (of_input,) = torch.autograd.grad(loss, inputs.input, retain_graph=True)
     assert not main_grad.any() and of_input.any()
     loss.backward(retain_graph=True)
-    loss.backward(inputs=[inputs.linear_weight])
+    loss.backward(inputs=[inputs.linear_weight], retain_graph=True)
     assert error(main_grad, 2 * exact) < 1e-6
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(loss, inputs.linear_weight)
 
 
 @pytest.mark.parametrize("wanted", ["linear_weight alone", "linear_weight and linear_bias"])

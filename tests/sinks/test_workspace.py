@@ -192,19 +192,36 @@ def test_results_are_right_when_another_thread_changes_the_workspace_during_a_ca
         assert error(ours, truth) < 1e-13
 
 
-def test_a_block_inside_a_compiled_function_is_a_graph_break():
-    """A graph would silently use the workspace that applies outside."""
-    inputs = make_inputs(SHAPE, dtype=torch.float32, requires_grad=False)
+@pytest.mark.parametrize("block", [lambda: workspace(1), flce_ops.gradients_in_backward])
+def test_a_block_inside_a_compiled_function_is_a_graph_break(block):
+    """A graph would silently use the setting that applies outside."""
+    inputs = make_inputs(SHAPE, dtype=torch.float32)
 
-    def chunked(*args):
-        with workspace(1):
+    def inside(*args):
+        with block():
             return flce_ops.linear_cross_entropy(*args)
 
-    torch.compile(chunked, backend="eager")(*inputs.args)
-    assert flce_ops.last_path().chunks > 1
+    torch.compile(inside, backend="eager")(*inputs.args)
+    path = flce_ops.last_path()
+    assert path.chunks > 1 or path.op == "linear_cross_entropy_forward"
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="call it outside the compiled function"):
-        torch.compile(chunked, backend="eager", fullgraph=True)(*inputs.args)
+        torch.compile(inside, backend="eager", fullgraph=True)(*inputs.args)
+
+
+def test_gradients_are_left_to_backward_until_the_last_block_ends():
+    inputs = make_inputs(SHAPE, dtype=torch.float32)
+
+    def made_in_forward():
+        flce_ops.linear_cross_entropy(*inputs.args)
+        return flce_ops.last_path().op == "linear_cross_entropy_with_grad"
+
+    with pytest.raises(ZeroDivisionError), flce_ops.gradients_in_backward():
+        with flce_ops.gradients_in_backward():
+            assert not made_in_forward()
+        assert not made_in_forward()
+        raise ZeroDivisionError
+    assert made_in_forward()
 
 
 def test_a_chunk_holds_2048_rows_by_default_and_512_at_least(monkeypatch):

@@ -42,21 +42,29 @@ def head_or_loss(
 ) -> Tensor:  # logits (..., V), or the loss
     if target is None:
         return type(self).forward(self, input, *args, **kwargs)
+    if args or kwargs:
+        raise NotImplementedError(
+            f"expected the output embedding to be called with hidden states alone, got {[*args, *kwargs]} too; {ADVICE}"
+        )
     loss = cast(Loss, loss)
     if is_linear(self):
         return loss.of(Affine(input, cast(Tensor, self.weight), cast(Tensor | None, self.bias)), target)
+    cause: Exception | None = None
     if STAND_IN in self.__dict__:
         inner = type(self).forward(self.__dict__[STAND_IN].stand_in, input)
         if isinstance(inner, Logits):
             return inner.head(inner.hidden, target=target, loss=loss.after(inner.steps))
     else:
-        found = type(self).forward(self, Hidden(input))
+        try:
+            found = type(self).forward(self, Hidden(input))
+        except (AttributeError, TypeError) as error:  # of what only a tensor has
+            found, cause = None, error
         if isinstance(found, Affine):
             return loss.of(found, target)
     raise NotImplementedError(
         f"expected the output embedding to be an nn.Linear, or to end in one, got {type(self).__module__}."
         f"{type(self).__qualname__}, whose result is not input @ weight.T + bias; {ADVICE}"
-    )
+    ) from cause
 
 
 head_or_loss.flce_original = nn.Module.forward  # type: ignore[attr-defined]

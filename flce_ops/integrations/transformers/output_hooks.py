@@ -5,7 +5,8 @@ hooks on a module that computes the cross-entropy.
     loss = lm_head(hidden, target)      what it would see, and could change, in a patched model
 
 Hooks of libraries that shard, move or count modules accept any output. If there is another hook, the model runs its own
-forward, with logits. Pre-hooks of the head, and modules that transform its input, see hidden states in either case.
+forward, with logits. Pre-hooks of the head, and modules that transform its input, see hidden states in either case, but
+those of PEFT give the head an argument, the adapter of each sequence of a mixed batch, so that there is no one weight.
 """
 
 import functools
@@ -30,14 +31,17 @@ ANY_OUTPUT = (
 
 def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_name: str) -> bool:
     """Whether a hook that may need logits sees the results of `makers`, or the arguments or results of `users`."""
-    hooks = [hook for module in makers for hook in hooks_on_the_output(module)]
+    hooks: list[Callable] = []
+    for module in makers:
+        hooks += hooks_on_the_output(module)
+        hooks += [hook for hook in hooks_on_the_input(module) if is_of(("peft",), hook)]
     hooks += [hook for module in users for hook in [*hooks_on_the_input(module), *hooks_on_the_output(module)]]
-    hooks = [hook for hook in hooks if not takes_any_output(hook)]
+    hooks = [hook for hook in hooks if not is_of(ANY_OUTPUT, hook)]
     if hooks and not torch.compiler.is_compiling():
         names = ", ".join(dict.fromkeys(name_of(hook) for hook in hooks))
         warn_once(
             f"{model_name}: the patched model computes its loss from logits, as unpatched, since there are hooks on "
-            f"its output embedding or its loss that see them: {names}"
+            f"its output embedding or its loss that need them: {names}"
         )
     return bool(hooks)
 
@@ -67,9 +71,9 @@ def in_sequence(hook) -> Iterator[Any]:
         yield hook
 
 
-def takes_any_output(hook: Callable) -> bool:
+def is_of(libraries: tuple[str, ...], hook: Callable) -> bool:
     origin = f"{innermost(hook).__module__}."
-    return any(origin.startswith(f"{library}.") for library in ANY_OUTPUT)
+    return any(origin.startswith(f"{library}.") for library in libraries)
 
 
 def name_of(hook: Callable) -> str:

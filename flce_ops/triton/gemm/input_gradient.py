@@ -33,7 +33,6 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 from .tiles import (
     EVERY_BLOCK,
     ClassBlocks,
-    Matrix,
     Tiles,
     input_tiles_for,
     kernel_matrices,
@@ -119,7 +118,10 @@ class Finish(NamedTuple):
     column: Tensor | None = None  # int64, the target's class, -1 for none; given together with `residual`
     residual: Tensor | None = None
     sums: Tensor | None = None  # (n, D / SUMMED) out, input . grad_input over a tile's columns
-    input: Matrix | None = None  # (N, D), given together with `sums`
+    input: Tensor | None = None  # (N, D), given together with `sums`
+    # Its strides, as numbers: Triton 3.6 compiles no tuple within a tuple that holds None or 1.
+    between_tokens: int = 0
+    between_features: int = 0
 
     def of(self, rows: slice) -> "Finish":
         of_rows = "row_factor", "column", "residual", "sums"
@@ -149,7 +151,9 @@ def finished_tile(
         product += residual[:, None] * weight.to(tl.float32)
     if finish.sums is not None:
         token = tl.load(valid_tokens.order + rows, mask=row_mask, other=0)
-        input = load_tile(finish.input, token, cols, row_mask, col_mask)
+        of_tokens = finish.input + token.to(tl.int64)[:, None] * finish.between_tokens
+        places = of_tokens + cols.to(tl.int64)[None, :] * finish.between_features
+        input = tl.load(places, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
         place = rows.to(tl.int64) * tl.cdiv(D, SUMMED) + tl.min(cols, 0) // SUMMED
         tl.store(finish.sums + place, tl.sum(product * input.to(tl.float32), 1), mask=row_mask)
     return product

@@ -92,7 +92,7 @@ def launch_input_gradient(
     found = torch.where(valid, found, 0.0)
     if finish.sums is not None:
         token = torch.where(valid[:, 0], valid_tokens.order, 0)
-        of_columns = (found * finish.input.pointer[token].float()).split(SUMMED.value, 1)
+        of_columns = (found * finish.input[token].float()).split(SUMMED.value, 1)
         finish.sums.copy_(torch.stack([part.sum(1) for part in of_columns], 1))
         assert finish.sums.shape[1] == cdiv(hidden, SUMMED.value) and n == finish.sums.shape[0]
     out.copy_(found)

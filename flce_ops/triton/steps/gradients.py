@@ -16,7 +16,7 @@ from torch import Tensor
 from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.input_gradient import SUMMED, Finish, products_of_ranges
-from ..gemm.tiles import EVERY_BLOCK, ClassBlocks, matrix_of
+from ..gemm.tiles import EVERY_BLOCK, ClassBlocks
 from ..rows.after_chunks import LossSum, launch_after_chunks
 from ..rows.sums import weighted_column_sum
 from ..rows.target_rows import launch_target_rows
@@ -38,7 +38,9 @@ class Gradients(NamedTuple):
         """`finish`, which also sums input . grad_input of the chunk's rows if logit_scale gets a gradient."""
         if self.scale_sums is None:
             return finish
-        return finish._replace(input=matrix_of(input), sums=self.scale_sums[chunk])
+        between_tokens, between_features = input.stride()
+        sums = self.scale_sums[chunk]
+        return finish._replace(input=input, between_tokens=between_tokens, between_features=between_features, sums=sums)
 
 
 def wanted_gradients(grads: Sequence[Tensor], call: Any) -> Gradients:
