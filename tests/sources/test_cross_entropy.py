@@ -234,6 +234,29 @@ def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
     assert calls.seen == ["linear_cross_entropy_with_grad"]
 
 
+STATISTICS = dict.fromkeys(("argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit"), True)
+OF_FORWARD = dict.fromkeys(("logit_sum", "argmax", "expected_log_prob", "log_sum_sq_probs", "mean_logit"), True)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one class", "several classes"])
+def test_inner_operators_of_given_logits_are_those_of_a_head_that_is_the_identity(several):
+    logits, target, _ = make_logits((13, 7), dtype=torch.float64)
+    if several:
+        target = torch.stack([target, target.roll(1), target.roll(2)], 1)
+    options = {"target_weight": torch.rand(13, 3).double()} if several else {"label_smoothing": 0.1}
+    found = []
+    for weight in (None, torch.eye(7, dtype=torch.float64)):
+        given = logits, weight, target, None, None
+        rows = flce.linear_cross_entropy_forward(*given, **OF_FORWARD)
+        of_rows = torch.ones_like(rows[0]), torch.ones(13).double(), None
+        asked = {"grad_expected_log_prob": torch.ones(13).double(), "expected_log_prob": rows[3]}
+        mask = {"output_mask": [True, False, False]}
+        gradients = flce.linear_cross_entropy_backward(*of_rows, *given, rows[1], **asked, **mask)
+        step = flce.linear_cross_entropy_with_grad(*given, None, **mask, **STATISTICS, **options)
+        found.append([*rows, gradients[0], *step])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=str)
 def test_operators(dtype, options):
