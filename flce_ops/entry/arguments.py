@@ -15,9 +15,10 @@ from ..math.options import TEACHER, KlDivOperands, Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
 from ..meta.arguments import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
+from ..meta.checks import same_shape
 from ..objectives import cross_entropy, divergence, policy, token_function
 from ..support.refusals import hint_of_target, refuse_hole
-from ..support.sizes import SYMBOLIC, known_only_when_it_runs, same_shape
+from ..support.sizes import SYMBOLIC, known_only_when_it_runs
 from ..support.torch_private import check_value
 from .loss import wants_gradient
 
