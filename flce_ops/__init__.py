@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 with warnings.catch_warnings():
     # torch's own warning if NumPy is not installed; nothing here uses NumPy
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    from . import support  # noqa: F401  imports torch, and refuses one that is too old
 
 from ._ops import ops as operators  # `ops` is a folder here
 from .functional import (

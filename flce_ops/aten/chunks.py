@@ -42,14 +42,13 @@ from torch import Tensor
 
 from .. import meta
 from ..math.options import accumulation_dtype, tokens_that_count
-from ..meta import AXES
-from ..meta.call import Arguments, takes
+from ..meta.call import AXES, Arguments, takes
 from ..objectives.token_function import zero_where
 from ..support.path import record_run
-from ..support.target_range import assert_in_range, in_range
-from ..support.workspace import get_workspace, matrix_bytes
+from ..support.target_range import check_target_range
+from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
 
-# N tokens, n valid ones, K classes of a target, D hidden, V vocabulary
+# N tokens, n rows of a chunk or valid ones, K classes of a target, D hidden, V vocabulary
 
 # The value that replaces an ignored row of a matrix. For probabilities it is 1, because log 1 = 0 and log 0 = -inf.
 MATRICES = {name: float(name == "teacher_probs") for name, axes in AXES.items() if axes in ("ND", "NE", "NV")}
@@ -82,11 +81,6 @@ class RowsByChunk:
         return self.make(rows)
 
 
-def tokens_of(input: Tensor) -> int:
-    """N, including ignored tokens: the length of the vectors that need memory beside a chunk."""
-    return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
-
-
 def zero_where_ignored(input: Tensor, values: Tensor) -> Tensor:  # (N, ...)
     """The values, with 0 at ignored rows, unless the body got only valid rows."""
     ignored = input.ignored if isinstance(input, RowsByChunk) else None
@@ -108,13 +102,13 @@ def kernel_of(
     def decorate(body: Body) -> Callable:
         @takes(arguments)
         @functools.wraps(body)
-        def kernel(call: Any) -> Any:
+        def kernel(call: Any) -> meta.Outputs:
             outputs = meta.outputs(call)
             if checks_target:
-                call.all_count = check_target_range(call.operands.target, call.num_classes, call.ignore_index)
-            results, fills = (outputs,) if isinstance(outputs, Tensor) else outputs, call.fills
-            if call.written == "logits":  # whose rows become those of their gradient
-                results, fills = (*results, call.operands.logits), (*fills, 0.0)
+                call.all_count = check_target_range(call)
+            results, fills = outputs, call.fills
+            if call.written == "input":  # logits, whose rows become those of their gradient
+                results, fills = (*results, call.operands.input), (*fills, 0.0)
             if call.all_count:
                 body(call, results)
             else:
@@ -134,19 +128,6 @@ def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills)
         with_zeroed_rows(body, call, results, fills, ~valid)
     else:
         with_valid_rows(body, call, results, fills, valid)
-
-
-def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> bool:
-    """Checks the targets. Returns whether all tokens are known to be valid, which a CPU finds out in the same pass."""
-    if target.device.type == "cpu":
-        if not target.numel():
-            return False
-        lowest, highest = map(int, target.aminmax())
-        if 0 <= lowest and highest < num_classes:
-            return not lowest <= ignore_index <= highest
-    valid = in_range(target, num_classes, ignore_index).all()
-    assert_in_range(valid, target, num_classes, ignore_index)
-    return False
 
 
 def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if all are
@@ -206,8 +187,6 @@ def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills
             result.masked_fill_(ignored[:, None] if pair else ignored, fill)
 
 
-# N tokens, n rows of a chunk, D hidden, V vocabulary
-
 # On a CPU chunks stay below the workspace, since larger ones gain little: a step of 2048x512x32000 in bfloat16 on two
 # cores takes 0.57 s with chunks of 256 rows, 0.61 with 128, 0.69 with 64, 0.89 with 32. In float32 it takes 1.21, 1.37,
 # 1.72 and 2.4 s.
@@ -219,6 +198,15 @@ ROWS_AT_LEAST = 128
 CPU_ROWS_AT_LEAST = 64
 # ATen sums a single row in several threads. No block of a chunk has fewer rows than this.
 ROWS_OF_A_BLOCK = 4
+
+# Up to this many chunks, a CPU keeps the sum of grad_linear_weight in bfloat16 or float16. Rounding the logits gives
+# the gradient a relative error of 6.6e-3. Rounding the sum after each chunk adds 1.6e-3 times sqrt(1 + chunks / 2):
+# 7.4e-3 in all with 8 chunks (dense torch: 7.0e-3). A float32 sum would take a tenth more time and twice the memory of
+# a step (bfloat16, 2048x512x32000).
+ROUNDED_CHUNKS_ON_CPU = 8
+# Bytes of a product that is added to a float32 sum. Such a product of some classes fits a CPU's cache; that is 1.4
+# times as fast as a product of all classes.
+PRODUCT_BYTES = 2 << 20
 
 # One matrix of a block takes 1 / BLOCK_SHARE of the workspace, and on a CPU at most this many bytes, for its cache. A
 # step takes the same time with 1 to 8 MiB.
@@ -234,76 +222,83 @@ def product_dtype(input: Tensor) -> torch.dtype:
 
 def product_is_rounded(input: Tensor) -> bool:
     """Whether z needs memory of its own beside the product, because their dtypes differ."""
-    return product_dtype(input) != accumulation_dtype(input.dtype)
+    return input.dtype.itemsize < 4 and input.device.type != "cuda"
 
 
 def chunk_product(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # u, (n, V)
-    n, dtype = input.shape[0], product_dtype(input) if out is None else out.dtype
-    if readable(linear_weight):
-        return product(input, linear_weight.T, dtype, linear_bias, out)
+    """input @ linear_weight.T + linear_bias, rounded once, so that a bias that cancels a large product costs no
+    digits.
+    """
     if out is None:
-        out = input.new_empty(n, linear_weight.shape[0], dtype=dtype)
-    for classes, weight in readable_rows(linear_weight):
-        product(input, weight.T, dtype, None if linear_bias is None else linear_bias[classes], out[:, classes])
+        out = input.new_empty(input.shape[0], linear_weight.shape[0], dtype=product_dtype(input))
+    whole = ((slice(None), linear_weight),)
+    for classes, weight in whole if linear_weight.is_contiguous() else readable_rows(linear_weight):
+        own = out if classes == slice(None) else out[:, classes]
+        bias = None if linear_bias is None else linear_bias[classes]
+        if out.dtype != input.dtype:
+            torch.mm(input, weight.T, out_dtype=out.dtype, out=own)
+            if bias is not None:
+                own.add_(bias)
+        elif bias is None:
+            torch.mm(input, weight.T, out=own)
+        else:
+            torch.addmm(bias, input, weight.T, out=own)
     return out
 
 
-def product(
-    left: Tensor,  # (n, D)
-    right: Tensor,  # (D, v)
-    dtype: torch.dtype,  # product_dtype of left
-    bias: Tensor | None = None,  # (v,)
-    out: Tensor | None = None,
-) -> Tensor:  # (n, v) in dtype
-    """left @ right + bias, rounded once, so that a bias that cancels a large product costs no digits."""
-    if dtype != left.dtype:
-        rows = torch.mm(left, right, out_dtype=dtype, out=out)
-        return rows if bias is None else rows.add_(bias)
-    return torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
+def tokens_of(input: Tensor) -> int:
+    """N, including ignored tokens: the length of the vectors that need memory beside a chunk."""
+    return input.tokens if isinstance(input, RowsByChunk) else input.shape[0]
 
 
-def block_bytes(input: Tensor) -> int:
-    share = matrix_bytes(tokens_of(input)) // BLOCK_SHARE
-    return min(share, CPU_BLOCK_BYTES) if input.device.type == "cpu" else share
+def block_bytes(input: Tensor, nbytes: int) -> int:
+    """Bytes of one matrix of a block. `nbytes` are those of the workspace for matrices."""
+    return min(nbytes // BLOCK_SHARE, CPU_BLOCK_BYTES) if input.device.type == "cpu" else nbytes // BLOCK_SHARE
+
+
+def sums_in_float32(input: Tensor, elements: int, count: int) -> bool:
+    """Whether grad_linear_weight, with `elements` numbers in bfloat16 or float16, is summed over chunks in float32."""
+    rounded = 1 if input.device.type != "cpu" else ROUNDED_CHUNKS_ON_CPU
+    fits = 4 * elements <= max(get_workspace() // 2, FLOAT32_SUM_BYTES)
+    return input.dtype.itemsize < 4 and count > rounded and fits
 
 
 def rows_per_chunk(
     input: Tensor,
+    nbytes: int,  # of the workspace, for matrices
     num_classes: int,
     *,
     matrices: int = 0,
     matrices_in_block: int = 0,
     bytes_of_row: int = 0,
     reserved: int = 0,
+    summed: int = 0,
 ) -> int:
     """How many rows fit the workspace: their product, and G's rounded copy if it needs one.
 
     Beside these, the workspace holds matrices in the accumulation dtype, `matrices` with n rows and `matrices_in_block`
-    with the rows of a block, `bytes_of_row` for each row, and `reserved` bytes.
+    with the rows of a block, `bytes_of_row` for each row, `reserved` bytes, and the float32 sum of a grad_linear_weight
+    of `summed` elements, if there is one.
     """
-    accumulate, product = accumulation_dtype(input.dtype), product_dtype(input)
-    rounded = 0 if product == input.dtype else input.dtype.itemsize
-    row_bytes = num_classes * (product.itemsize + rounded + matrices * accumulate.itemsize) + bytes_of_row
-    # On a CPU, chunks are views of `input` if no token is ignored and BLAS can read them. Otherwise
-    # they are copies.
-    in_place = input.device.type == "cpu" and not isinstance(input, RowsByChunk)
-    if not in_place or not readable(input):
-        row_bytes += input.shape[1] * input.dtype.itemsize
-    beside = reserved + (matrices_in_block * block_bytes(input) if matrices_in_block else 0)
-    rows = (matrix_bytes(tokens_of(input)) - beside) // row_bytes
-    least = ROWS_AT_LEAST
-    if input.device.type == "cpu":
-        rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
-        least = CPU_ROWS_AT_LEAST
-    return max(1, min(max(rows, least), input.shape[0]))
-
-
-def row_chunks(call: Arguments, input: Tensor, rows: int) -> list[slice]:
-    parts = cut(0, input.shape[0], rows)
-    record_run(call, rows, len(parts))
-    return parts
+    size, (tokens, hidden), on_cpu = input.dtype.itemsize, input.shape, input.device.type == "cpu"
+    # the product's itemsize, and that of G's rounded copy
+    of_entry = 4 + size if size < 4 and input.device.type == "cuda" else size
+    row_bytes = num_classes * (of_entry + matrices * max(size, 4)) + bytes_of_row
+    # On a CPU, chunks are views of `input` if no token is ignored and BLAS can read them. Otherwise they are copies.
+    if not on_cpu or isinstance(input, RowsByChunk) or not (input.is_contiguous() or readable(input)):
+        row_bytes += hidden * size
+    nbytes -= reserved + (matrices_in_block and matrices_in_block * block_bytes(input, nbytes))
+    least = CPU_ROWS_AT_LEAST if on_cpu else ROWS_AT_LEAST
+    for sum_bytes in (0, 4 * summed + PRODUCT_BYTES):
+        rows = (nbytes - sum_bytes) // row_bytes
+        if on_cpu:
+            rows = min(rows, max(CPU_CHUNK_BYTES // row_bytes, CPU_ROWS))
+        rows = max(1, min(max(rows, least), tokens))
+        if size >= 4 or not summed or not sums_in_float32(input, summed, -(-tokens // rows)):
+            break
+    return rows
 
 
 def cut(start: int, stop: int, rows: int, least: int = 1) -> list[slice]:
@@ -326,17 +321,17 @@ def rows_of(tensor: Tensor | RowsByChunk, rows: slice) -> Tensor:
 
 
 def chunk_products(
-    call: Arguments,
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
+    call: Any,
     rows: int,
     retained: Tensor | None = None,  # the first R rows of u, which forward saved
     saved: Tensor | None = None,  # out: the same
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields the rows of each chunk and their u, (n, V), in memory that all chunks share."""
+    input, linear_weight, linear_bias = call.operands.input, call.operands.linear_weight, call.operands.linear_bias
     memory = input.new_empty(rows, linear_weight.shape[0], dtype=product_dtype(input))
-    for chunk in row_chunks(call, input, rows):
+    parts = cut(0, input.shape[0], rows)
+    record_run(call, rows, len(parts))
+    for chunk in parts:
         known, count = 0, chunk.stop - chunk.start
         u = memory if count == rows else memory[:count]
         if retained is not None:
@@ -353,18 +348,21 @@ def chunk_products(
         yield chunk, u
 
 
-def copied_rows(call: Any) -> Iterator[tuple[slice, Tensor]]:
+def copied_rows(call: Any, nbytes: int) -> Iterator[tuple[slice, Tensor]]:
     """The same of given logits: yields the rows of each block, and a copy of their u, in the accumulation dtype."""
-    logits = call.operands.logits
+    logits = call.operands.input
     dtype = accumulation_dtype(logits.dtype)
-    step = max(block_bytes(logits) // (logits.shape[1] * dtype.itemsize), 1)
-    for rows in row_chunks(call, logits, min(step, max(logits.shape[0], 1))):
+    step = max(block_bytes(logits, nbytes) // (logits.shape[1] * dtype.itemsize), 1)
+    step = min(step, max(logits.shape[0], 1))
+    parts = cut(0, logits.shape[0], step)
+    record_run(call, step, len(parts))
+    for rows in parts:
         yield rows, rows_of(logits, rows).to(dtype, copy=True)
 
 
 def row_blocks(input: Tensor, chunk: slice, product: Tensor, nbytes: int, *vectors: Tensor) -> Iterable[tuple]:
     """For each block of `nbytes`: its rows within the chunk, and its part of the product and of the vectors."""
-    row_bytes = max(product.shape[1], 1) * accumulation_dtype(input.dtype).itemsize  # a rank may have no class
+    row_bytes = max(product.shape[1], 1) * max(input.dtype.itemsize, 4)  # a rank may have no class
     step = max(nbytes // row_bytes, 1)
     if input.device.type == "cpu":
         step = max(step, 2 * ROWS_OF_A_BLOCK)
@@ -380,8 +378,6 @@ VECTORS_AT_LEAST = 16  # the fewest rows or columns of a slice, however small th
 
 
 def readable(matrix: Tensor) -> bool:
-    if matrix.is_contiguous():
-        return True
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return not matrix.numel() or (across == 1 and down >= columns) or (down == 1 and across >= rows)
 
@@ -390,7 +386,7 @@ def copy_bytes(*matrices: Tensor | None) -> int:
     """Bytes for the copies of one slice of each of those matrices that BLAS cannot read."""
     largest = 0
     for matrix in matrices:
-        if matrix is not None and not readable(matrix):
+        if matrix is not None and not (matrix.is_contiguous() or readable(matrix)):
             largest = max(largest, matrix.numel() * matrix.element_size())
     return min(get_workspace() // COPY_SHARE, largest) if largest else 0
 

@@ -11,7 +11,8 @@
 All (n, V) matrices are in the accumulation dtype (float32 for 16-bit operands). G is rounded once, for the GEMMs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from ..meta import allocate
 from ..meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ..objectives.divergence import DIVERGENCES, LEAST_UNSHIFTED, Divergence
 from ..support.sizes import cdiv
+from ..support.workspace import matrix_bytes
 from . import chunks
 from .chunks import kernel_of
-from .gradients import accumulator_of, rows_beside_gradients, run_blocks
+from .gradients import GradientAccumulator, logit_blocks
 from .logits import activate, finite_maximum, shift_rows
 
 # N tokens, n rows of a chunk, D and E hidden sizes of student and teacher, V vocabulary (of this rank)
@@ -34,7 +36,7 @@ BLOCK_BYTES = 1 << 18
 BLOCKS = 4  # in a block of the other operators: the terms of an entry take twice as many temporaries
 
 
-def rows_of_chunk(call: Any, gradients: bool) -> int:
+def rows_of_chunk(call: Any, nbytes: int, gradients: bool) -> int:
     """All ranks that share a vocabulary get the same number, whatever their shards."""
     operands, options, teacher = call.operands, call.options, call.operands.teacher_input
     input, alone = operands.input, options.vocab_size is None
@@ -42,14 +44,15 @@ def rows_of_chunk(call: Any, gradients: bool) -> int:
     rounded = chunks.product_is_rounded(input)
     in_block = DIVERGENCES[options.kind].matrices + rounded + (options.softcap is not None)
     in_block += 2 * vars(call).get("scale_gradient", False)  # u, and G u
-    return rows_beside_gradients(
+    return chunks.rows_per_chunk(
         input,
+        nbytes,
         classes,
-        gradients and call.output_mask[1],
         matrices=1 + rounded + (0 if alone else in_block),  # the teacher's
         matrices_in_block=cdiv(2 * in_block, BLOCKS) if alone else 0,
         bytes_of_row=0 if teacher is None else teacher.shape[1] * teacher.dtype.itemsize,
         reserved=chunks.copy_bytes(operands.linear_weight, operands.teacher_weight) if alone else 0,
+        summed=classes * input.shape[1] if gradients and call.output_mask[1] else 0,
     )
 
 
@@ -104,18 +107,11 @@ def divergences(
     # given probabilities need not add up to 1, so their sum is needed
     weighed = operands.teacher_probs is not None and not kind.of_student
     of_forward = vars(call).get("divergence")  # for a shifted kind
-    step, teacher, start = rows_of_chunk(call, grads is not None), None, 0
-    gradients = None if grads is None else accumulator_of(call, None, grads, step)
+    nbytes = matrix_bytes(chunks.tokens_of(operands.input))
+    step = rows_of_chunk(call, nbytes, grads is not None)
+    gradients = None if grads is None else GradientAccumulator(call, grads, step)
 
-    def products() -> Iterator[tuple[slice, Tensor]]:
-        nonlocal teacher, start
-        for chunk, u in chunks.chunk_products(call, operands.input, operands.linear_weight, operands.linear_bias, step):
-            teacher, start = teacher_rows(operands, options, chunk), chunk.start
-            yield chunk, u
-            teacher = None  # frees memory before the next chunk is allocated
-
-    def work(rows: slice, log_q: Tensor) -> None:
-        log_p = teacher[rows.start - start : rows.stop - start]
+    def work(rows: slice, log_q: Tensor, log_p: Tensor) -> None:
         softmaxes = [(log_q, pair)]
         if operands.teacher_probs is None:
             softmaxes.append((log_p, teacher_pair))
@@ -158,8 +154,18 @@ def divergences(
 
     # Sums and gradient of a block share intermediate results. If other ranks have a part of the sums, all rows are
     # summed before any gradient is made, so there is one block.
-    nbytes = chunks.block_bytes(operands.input) // BLOCKS if alone else chunks.WHOLE_CHUNK
-    run_blocks(call, products(), work, gradients=gradients, nbytes=nbytes)
+    of_block = chunks.block_bytes(operands.input, nbytes) // BLOCKS if alone else chunks.WHOLE_CHUNK
+    for chunk, product in chunks.chunk_products(call, step):
+        teacher = teacher_rows(operands, options, chunk)
+        blocks_of_chunk = partial(logit_blocks, call) if gradients is None else gradients.blocks
+        for rows, log_q in blocks_of_chunk(chunk, product, of_block):
+            work(rows, log_q, teacher[rows.start - chunk.start : rows.stop - chunk.start])
+            del log_q  # frees memory before the next block is allocated
+        del teacher
+        if gradients is not None:
+            gradients.add_products(chunk, product)
+    if gradients is not None:
+        gradients.finish()
 
 
 def blocks(log_q: Tensor, log_p: Tensor, whole: bool) -> Iterable[tuple[slice, Tensor, Tensor]]:  # (n, V) each

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..math.options import Cotangents, LogitOptions, Statistics, accumulation_dtype, changed, in_columns
-from ..meta.arguments import Backward, LogitsBackward
+from ..math.options import Cotangents, LogitOptions, Statistics, changed, in_columns
+from ..meta.arguments import Backward
 
 # N tokens, n rows of a chunk or of a block of one, D hidden, V vocabulary, v classes of this rank
 
@@ -33,8 +33,10 @@ def activate(
     product: Tensor,  # u, (n, V), overwritten if it has the accumulation dtype
     options: LogitOptions,
 ) -> Tensor:  # (n, V) in the accumulation dtype
-    logits = scale_logits(product, options.logit_scale)
-    softcap = options.softcap
+    softcap, logit_scale = options
+    logits = product if product.dtype.itemsize >= 4 else product.float()
+    if logit_scale is not None:
+        logits.mul_(logit_scale)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -44,18 +46,15 @@ def activate_with_slope(
 ) -> tuple[Tensor, Tensor | None]:
     """`activate`'s z, (n, V), and dz/du: (n, V) with a softcap; otherwise one number, (), or None for 1."""
     softcap, logit_scale = options
-    logits = scale_logits(product, logit_scale)
+    logits = product if product.dtype.itemsize >= 4 else product.float()
+    if logit_scale is not None:
+        logits.mul_(logit_scale)
     if softcap is None:
         return logits, logit_scale
     # 1 - tanh^2 would cancel: in float32 it is off by 1 % at logits of 6 caps, and has no correct digit at 9
     logits.div_(softcap)
     slope = logits.cosh().reciprocal_().square_()
     return logits.tanh_().mul_(softcap), slope if logit_scale is None else slope.mul_(logit_scale)
-
-
-def scale_logits(product: Tensor, logit_scale: Tensor | None) -> Tensor:  # (n, V)
-    logits = product.to(accumulation_dtype(product.dtype))
-    return logits if logit_scale is None else logits.mul_(logit_scale)
 
 
 def upcast(per_class: Tensor | None, dtype: torch.dtype) -> Tensor | None:  # (V,)
@@ -74,13 +73,13 @@ class SoftmaxFactors(NamedTuple):
         return changed(self, lambda factor: factor[rows])
 
 
-def softmax_factors(call: Backward | LogitsBackward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
+def softmax_factors(call: Backward, valid: Tensor, grad_lse: Tensor | None) -> SoftmaxFactors:
     """The factors of a call. `grad_lse` comes from Cotangents.masked.
 
     The reference of ignored rows becomes inf: with 0, exp(z - reference) could be inf, and inf times 0 is nan.
     """
     (reference, log_sum), factor, expected = call.lse_pair.unbind(-1), grad_lse, None
-    if isinstance(call, Backward) and call.grad_expected_log_prob is not None:
+    if call.grad_expected_log_prob is not None:
         expected = torch.where(valid, call.grad_expected_log_prob, 0.0).to(log_sum.dtype)
         factor = (0.0 if factor is None else factor) - expected * (call.expected_log_prob + log_sum)
     share = torch.exp(-log_sum)
@@ -144,11 +143,6 @@ def at_least_finite(log_p: Tensor) -> Tensor:
     every dtype.
     """
     return log_p.clamp_(min=-1e4)
-
-
-def extra_matrices(asked: Statistics) -> int:
-    """How many more matrices of a block's size the statistics need: one, for z - row_max or E^2."""
-    return int(asked.entropy or asked.log_sum_sq_probs)
 
 
 class BlockNumbers(NamedTuple):

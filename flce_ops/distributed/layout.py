@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..math.sparse_gradient import SparseGradient
 from ..math.statistics import shards_of_classes
 from ..math.weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
-from ..meta.checks import check_dense
+from ..meta.checks import check_dense, same_shape
 from ..support.refusals import refuse_hole
-from ..support.sizes import SYMBOLIC, cdiv, same_shape
+from ..support.sizes import SYMBOLIC, cdiv
 from . import OneRank
 from .local import SumOverRanks, globalize, localize
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..aten.logits import activate_with_slope
-from ..math.options import LogitOperands, TokenLosses, TokenStatistics, accumulation_dtype, changed, in_columns
+from ..math.options import Operands, TokenLosses, TokenStatistics, accumulation_dtype, changed, in_columns
 from ..math.statistics import (
     Rows,
     argmax_of_shards,
@@ -46,7 +46,7 @@ from ..math.statistics import (
     statistics_of_shards,
 )
 from ..math.weights_and_denominator import Reduction
-from ..meta.arguments import Forward, LogitsForward, WithGrad
+from ..meta.arguments import Forward, WithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows
 from ..ops.function import OPERANDS
@@ -80,7 +80,7 @@ def vocab_parallel_rows(layout: Layout, problem: TokenLosses) -> Rows:
     """
     num_classes, asked = layout.num_classes, asked_of_rows(problem)
     start, size = layout.vocabulary_range(num_classes)
-    if isinstance(problem.operands, LogitOperands):
+    if problem.operands.linear_weight is None:
         shard = rows_of_logits(problem, slice(start, start + size), num_classes)
     else:
         shard = rows_of_shard(problem, slice(start, start + size), num_classes, asked)
@@ -153,7 +153,7 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     another rank gets this rank's class 0, and its target_logit is then set to 0. Backward reads each rank's own logits
     a second time and sends nothing.
     """
-    logits, target, weight = problem.operands
+    logits, _, target, _, weight = problem.operands
     size, smoothed = classes.stop - classes.start, problem.loss.label_smoothing != 0.0
     column = target.long() - classes.start
     here = (column >= 0) & (column < size)
@@ -161,13 +161,10 @@ def rows_of_logits(problem: TokenLosses, classes: slice, num_classes: int) -> Sh
     # a target out of range stays out of range, so that the operator refuses it
     column = torch.where(here, column, torch.where(somewhere, 0, max(size, 1)))
     column = torch.where(problem.valid, column, IGNORED)
-    operands = LogitOperands(
-        logits if size else logits.new_zeros(logits.shape[0], 1),
-        column,
-        weight[classes] if size and weight is not None else None,
-    )
+    own_weight = weight[classes] if size and weight is not None else None
+    operands = Operands(logits if size else logits.new_zeros(logits.shape[0], 1), None, column, None, own_weight)
     own = {"operands": operands, "ignore_index": IGNORED, "logit_sum": smoothed, "argmax": problem.statistics.argmax}
-    target_logit, pair, logit_sum, argmax = LogitsForward.applied(LogitsForward.like(problem, **own))
+    target_logit, pair, logit_sum, _, _, argmax, *_ = Forward.applied(Forward.like(problem, **own))
     if not size:  # this rank has no class
         target_logit = logit_sum = nothing = logits.sum(1).to(accumulation_dtype(logits.dtype))
         pair = no_classes(nothing)

@@ -15,9 +15,10 @@ from ..math.options import TEACHER, KlDivOperands, Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
 from ..meta.arguments import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
+from ..meta.checks import holds, same_shape
 from ..objectives import cross_entropy, divergence, policy, token_function
 from ..support.refusals import hint_of_target, refuse_hole
-from ..support.sizes import SYMBOLIC, holds, known_only_when_it_runs, same_shape
+from ..support.sizes import SYMBOLIC, known_only_when_it_runs
 from ..support.torch_private import check_value
 from .loss import wants_gradient
 
@@ -226,7 +227,7 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
         )
     if not topk and not same_shape(target.shape, tokens):
         hint = ""
-        if not known_only_when_it_runs(*target.shape, *tokens):
+        if not known_only_when_it_runs(*target.shape, *tokens):  # a comparison would be a guard
             hint = hint_of_target(target, input, "input", linear_weight.shape[0], probabilities=op == OP)
             if not hint and op == OP and target.dim() == input.dim() and target.shape[:-1] == tokens:
                 hint = "; several classes a token need target_weight, a weight for each"

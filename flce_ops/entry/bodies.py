@@ -24,18 +24,17 @@ import torch
 from torch import Tensor
 
 from ..distributed import OneRank, any_dtensor, vocab_parallel
-from ..math.options import LogitOperands, Number, Statistics, TokenLosses, TokenStatistics, accumulation_dtype
+from ..math.options import Number, Operands, Statistics, TokenLosses, TokenStatistics, accumulation_dtype
 from ..math.statistics import log_probs_of_rows, log_probs_of_targets
 from ..math.weights_and_denominator import Reduction, accuracy_of, count_right_and_valid, target_is_argmax
 from ..meta.arguments import (
     CrossEntropy,
     CrossEntropyMetrics,
     LogitsCrossEntropy,
-    LogitsWithGrad,
-    LogitsWithGradInPlace,
     LogProbs,
     PolicyLoss,
     WithGrad,
+    WithGradInPlace,
 )
 from ..meta.arguments import TokenLoss as Call
 from ..meta.checks import check_main_grad
@@ -150,15 +149,27 @@ def cross_entropy(call: CrossEntropy, asked: Statistics = NONE_ASKED) -> tuple[T
     return loss, statistics if order is None else in_order_of_ids(statistics, cast(Tensor, call.gradient_class_order))
 
 
-def losses_with_grad(problem: TokenLosses, reduction: Reduction) -> tuple[Tensor, Tensor, TokenStatistics]:
+def losses_with_grad(
+    problem: TokenLosses,
+    reduction: Reduction,
+    operator: type[WithGrad] = WithGrad,
+    handed_over: Tensor | None = None,  # the caller's own logits
+) -> tuple[Tensor, Tensor, TokenStatistics]:
     """Returns the loss () with its gradients, the losses of tokens (N,), and the statistics."""
-    values = WithGrad.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
-    loss, losses, _, _, _, *found, _, _ = WithGrad.applied(values)
-    return loss, losses, TokenStatistics.found(problem.statistics, found) if any(problem.statistics) else NOTHING
+    values = operator.like(problem, reduction=reduction, output_mask=gradients_wanted(problem.operands))
+    loss, losses, *found = operator.applied(values)
+    if handed_over is not None:
+        remember_handed_over(loss, handed_over)
+    asked = problem.statistics
+    if not any(asked):
+        return loss, losses, NOTHING
+    if operator is WithGradInPlace:
+        return loss, losses, TokenStatistics(found[0])
+    return loss, losses, TokenStatistics.found(asked, found[3:8])
 
 
 OP_OF_LOGITS = "cross_entropy"
-OPERATORS = {"in place": LogitsWithGradInPlace, "one pass": LogitsWithGrad}  # otherwise backward makes the gradient
+OPERATORS = {"in place": WithGradInPlace, "one pass": WithGrad}  # otherwise backward makes the gradient
 
 
 def logits_metrics(call: LogitsCrossEntropy, handed_over: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,13 +186,13 @@ def logits_cross_entropy(
     check_logits(OP_OF_LOGITS, call)
     layout.measure(call.logits, call.logits.shape[-1])
     logits, copied = flattened(layout.columns(call.logits))
-    operands = LogitOperands(logits, layout.per_token(call.target), layout.whole(call.weight))
+    operands = Operands(logits, None, layout.per_token(call.target), None, layout.whole(call.weight))
     problem = token_losses(OP_OF_LOGITS, layout, call, operands, Statistics(argmax=argmax))
     operator, own = None, call.logits if handed_over and not copied and not layout.is_mesh else None
     if call.reduction != "none" and not layout.splits_vocabulary:
         facts = given_logits_facts(logits, (handed_over or copied) and not layout.is_mesh)
         operator = OPERATORS.get(path_of_loss("a scalar loss of given logits", facts))
-    with_grad = None if operator is None else partial(logits_losses_with_grad, operator, own)
+    with_grad = None if operator is None else partial(losses_with_grad, operator=operator, handed_over=own)
     loss, (largest, *_) = loss_of_tokens(layout, call, problem, partial(losses_and_statistics, layout), with_grad)
     return loss, largest
 
@@ -195,20 +206,6 @@ def flattened(logits: Tensor) -> tuple[Tensor, bool]:
         return logits.view(shape), False
     except (RuntimeError, ValueError):  # ValueError: from a fake tensor
         return logits.reshape(shape), True
-
-
-def logits_losses_with_grad(
-    operator: type[LogitsWithGrad],
-    handed_over: Tensor | None,  # the caller's own tensor
-    problem: TokenLosses,
-    reduction: Reduction,
-) -> tuple[Tensor, Tensor, TokenStatistics]:
-    """Returns the loss () with its gradient, the losses of tokens (N,), and the statistics."""
-    argmax = problem.statistics.argmax
-    loss, losses, *_, largest = operator.applied(operator.like(problem, reduction=reduction, argmax=argmax))
-    if handed_over is not None:
-        remember_handed_over(loss, handed_over)
-    return loss, losses, TokenStatistics(largest if argmax else None)
 
 
 OP_OF_LOG_PROBS = "linear_log_probs"

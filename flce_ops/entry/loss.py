@@ -9,13 +9,11 @@ An objective brings two functions. from_forward computes the losses of tokens in
 numbers that a forward operator returned. with_grad calls an operator that makes a scalar loss and its gradients in one
 pass.
 
-The numbers of rows come from a forward operator:
-
-    a head             linear_cross_entropy_forward        logits are computed and discarded
-    given logits       cross_entropy_forward               logits are read
-    a shared vocabulary                                    the first on each rank, one exchange: vocab_parallel.py
+The numbers of rows come from linear_cross_entropy_forward, which computes logits and discards them, or reads given
+ones. If ranks share the vocabulary, each rank calls it, and one exchange follows: vocab_parallel.py.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,7 +22,6 @@ from torch import Tensor
 from ..distributed import OneRank, any_dtensor
 from ..distributed.vocab_parallel import vocab_parallel_rows
 from ..math.options import (
-    LogitOperands,
     LogitOptions,
     Operands,
     Statistics,
@@ -42,7 +39,6 @@ from ..meta.arguments import (
     CrossEntropyMetrics,
     Forward,
     LogitsCrossEntropy,
-    LogitsForward,
     LogProbs,
     PolicyLoss,
     TokenLoss,
@@ -78,10 +74,13 @@ def features_of(call: Any) -> set[str]:
     """The features that follow from the arguments alone. "sharded vocabulary" depends on the layout: the caller adds
     it.
     """
-    values = vars(call)
-    found = {name for name in GIVEN if values.get(name) is not None}
-    if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
-        found.add("DTensors")
+    values, found = vars(call), set()
+    for name in GIVEN:
+        if values.get(name) is not None:
+            found.add(name)
+    if "torch.distributed.tensor" in sys.modules:
+        if any_dtensor(*values.values(), *values.get("tokens", ()), *values.get("tensors", ())):
+            found.add("DTensors")
     if functorch_is_active():
         found.add("torch.func")
     if isinstance(call, CrossEntropy) and call.linear_weight.dim() > 2:
@@ -120,7 +119,7 @@ def token_losses(
     op: str,
     layout: OneRank,
     call: Call | LogProbs,
-    operands: Operands | LogitOperands,
+    operands: Operands,
     asked: Statistics = NONE_ASKED,
     **others: Any,
 ) -> TokenLosses:
@@ -146,11 +145,7 @@ def has_effect(numbers: Any) -> bool:
 def rows_of(layout: OneRank, problem: TokenLosses) -> Rows:
     if layout.splits_vocabulary:
         return vocab_parallel_rows(layout, problem)
-    asked = asked_of_rows(problem)
-    if isinstance(problem.operands, LogitOperands):
-        target_logit, pair, logit_sum, argmax = LogitsForward.applied(LogitsForward.like(problem, **asked))
-        return Rows(target_logit, pair, logit_sum, argmax=argmax)
-    return Rows.of_forward(Forward.applied(Forward.like(problem, **asked)))
+    return Rows.of_forward(Forward.applied(Forward.like(problem, **asked_of_rows(problem))))
 
 
 def losses_and_statistics(layout: OneRank, problem: TokenLosses) -> tuple[Tensor, TokenStatistics]:

@@ -40,32 +40,25 @@ def saved_columns(num_classes: int, dtype: torch.dtype) -> int:
     return 4 * dtype.itemsize * (numbers + maxima)
 
 
+HeadWeight = Annotated[Tensor, "Tensor?"]
+
+
 class Operands(NamedTuple):
-    input: Tensor  # (N, D)
-    linear_weight: Tensor  # (V, D)
+    """Without a head, linear_weight is None, and `input` holds the logits."""
+
+    input: Tensor  # (N, D), or given logits, (N, V)
+    linear_weight: HeadWeight  # (V, D)
     target: Tensor  # (N,), or (N, K)
     linear_bias: Tensor | None = None  # (V,)
     weight: Tensor | None = None  # (V,), class weights
 
     @property
     def num_classes(self) -> int:
-        return self.linear_weight.shape[0]
+        return self.input.shape[1] if self.linear_weight is None else self.linear_weight.shape[0]
 
     @property
     def saved_columns(self) -> int:
-        return saved_columns(self.linear_weight.shape[0], self.input.dtype)
-
-
-class LogitOperands(NamedTuple):
-    """Operands of a loss of given logits."""
-
-    logits: Tensor  # (N, V)
-    target: Tensor  # (N,)
-    weight: Tensor | None = None  # (V,), class weights
-
-    @property
-    def num_classes(self) -> int:
-        return self.logits.shape[1]
+        return saved_columns(self.num_classes, self.input.dtype)
 
 
 def changed(values: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -127,7 +120,7 @@ class TokenStatistics(NamedTuple):
 class TokenLosses:
     """The arguments that determine the losses of tokens, one row a token."""
 
-    operands: Any  # Operands, or LogitOperands for given logits
+    operands: Operands
     ignore_index: int
     loss: Any  # LossOptions
     logits: LogitOptions

@@ -85,19 +85,12 @@ class Reduction(NamedTuple):
     row_scale: Tensor | None  # (N,), g
     denominator: Tensor | None = None  # ()
 
-    def divisor(self, valid: Tensor, dtype: torch.dtype) -> Tensor | None:  # (N,) -> ()
-        return mean_denominator("mean", self.denominator, valid, dtype)
-
-    def scale_of_tokens(self, valid: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) -> (N,)
-        """The row scales g, with 0 for ignored tokens."""
-        if self.row_scale is None:
-            return row_factor(valid, None, self.divisor(valid, dtype), dtype)
-        return torch.where(valid, self.row_scale.to(dtype), 0.0)
-
-    def loss(self, losses: Tensor, valid: Tensor) -> Tensor:  # (N,), 0 where ignored -> ()
-        if self.row_scale is None:
-            return losses.sum() / self.divisor(valid, losses.dtype)
-        return (self.row_scale * losses).sum()
+    def scale_of_tokens(self, valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:  # (N,) -> (N,), ()
+        """Returns the row scales g, with 0 for ignored tokens, and the denominator of a mean."""
+        if self.row_scale is not None:
+            return torch.where(valid, self.row_scale.to(dtype), 0.0), None
+        denominator = mean_denominator("mean", self.denominator, valid, dtype)
+        return torch.where(valid, denominator.reciprocal(), 0.0).to(dtype), denominator
 
 
 def weighted_sum(valid: Tensor | None, token_weight: Tensor | None, losses: Tensor) -> Tensor:  # (N,) each -> ()

@@ -13,7 +13,6 @@ from ..math.options import (
     KlDivOperands,
     KlDivOptions,
     LogitNumbers,
-    LogitOperands,
     LogitOptions,
     Operands,
     OptionalScalar,
@@ -247,56 +246,13 @@ class WithGrad(Arguments, keyword_from="ignore_index"):
     vocab_size: OptionalSymInt = None
 
 
-GRADIENT_OF_LOGITS = (gradients("logits")[0]._replace(asked=None),)
-
-
-class LogitsForward(Arguments, keyword_from="ignore_index"):
-    op = "cross_entropy_forward"
-    results = (
-        token("target_logit"),
-        lse_pair("lse_pair"),
-        token("logit_sum", "logit_sum"),
-        class_index("argmax", "argmax"),
-    )
-
-    operands: LogitOperands
-    ignore_index: int = -100
-    logit_sum: bool = False
-    logits: LogitOptions
-    argmax: bool = False
-
-
-class LogitsBackward(Arguments, keyword_from="ignore_index"):
-    op = "cross_entropy_backward"
-    results = GRADIENT_OF_LOGITS
-
-    cotangents: Cotangents
-    operands: LogitOperands
-    lse_pair: Tensor  # (N, 2)
-    ignore_index: int = -100
-    logits: LogitOptions
-
-
-class LogitsWithGrad(Arguments, keyword_from="ignore_index"):
-    op = "cross_entropy_with_grad"
-    results = (*LOSSES, *GRADIENT_OF_LOGITS, class_index("argmax", "argmax"))
-    output_mask = (True,)
-
-    operands: LogitOperands
-    reduction: Reduction
-    ignore_index: int = -100
-    loss: LossOptions
-    logits: LogitOptions
-    argmax: bool = False
-
-
-class LogitsWithGradInPlace(LogitsWithGrad, keyword_from="ignore_index"):
-    """Writes the gradient over the logits."""
+class WithGradInPlace(WithGrad, keyword_from="ignore_index"):
+    """Of given logits: writes the gradient over the logits."""
 
     op = "cross_entropy_with_grad_"
-    results = (*LOSSES, class_index("argmax", "argmax"))
-    made = ("logits",)
-    written = "logits"
+    results = (*LOSSES, STATISTICS[0])
+    made = ("input",)
+    written = "input"
 
 
 class OfDivergence(Arguments):

@@ -16,6 +16,10 @@ scalar     ()                token        (N,), or (0,) if not requested
 topk       (N,) or (N, K)    class_index  (N,) int64
 lse_pair   (N, 2)
 gradient   of an operand, or (0,) if output_mask does not want it
+
+Fake kernels and real ones begin with `outputs`, which checks the shapes and devices that kernels rely on, by an
+argument's name, and allocates the results. The entry operators have checked what the user passed. A caller of an inner
+operator, such as a sharded head, comes without these checks, and a kernel must not read beyond a tensor.
 """
 
 import functools
@@ -26,7 +30,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from ..math.options import Cotangents, accumulation_dtype
 from ..support.path import Choice
+from .checks import holds
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -190,20 +196,20 @@ class Arguments:
         return f"({', '.join(f'Tensor {result.name}' for result in cls.results)})"
 
     @classmethod
-    def of(cls: type[Self], values: Sequence[Any]) -> Self:
-        call = cls.__new__(cls)
-        fields, make = call.__dict__, tuple.__new__
-        for name, group, place in cls.fields:
-            fields[name] = values[place] if group is None else make(group, values[place])
-        return call
-
-    @classmethod
     def bind(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         """From arguments that fit the schema."""
         values = [*args, *cls.defaults[len(args) :]]
         for name, value in kwargs.items():
             values[cls.index[name]] = value
-        return cls.of(values)
+        call, make = cls.__new__(cls), tuple.__new__
+        fields = call.__dict__
+        for name, group, place in cls.fields:
+            fields[name] = values[place] if group is None else make(group, values[place])
+        return call
+
+    @classmethod
+    def of(cls: type[Self], values: Sequence[Any]) -> Self:
+        return cls.bind(*values)
 
     @classmethod
     def like(cls, call: Any, **own: Any) -> list[Any]:
@@ -241,15 +247,21 @@ class Arguments:
         return values
 
     @classmethod
-    def dispatched(cls, values: Sequence[Any]) -> Any:
-        """What its operator returns. Leaves out keywords at their defaults: the dispatcher fills those in faster than
-        it takes them.
+    def split(cls, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Positional and keyword arguments of the operator. Leaves out keywords at their defaults: the dispatcher fills
+        those in faster than it takes them.
         """
         named = {}
         for (name, default), value in zip(cls.keywords, values[cls.positional :]):
             if value is not default:
                 named[name] = value
-        return cls.operator(*values[: cls.positional], **named)
+        return values[: cls.positional], named
+
+    @classmethod
+    def dispatched(cls, values: Sequence[Any]) -> Any:
+        """What its operator returns."""
+        positional, named = cls.split(values)
+        return cls.operator(*positional, **named)
 
     @classmethod
     def gradients(cls, **by_name: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -281,3 +293,82 @@ def takes(arguments: type[Arguments]) -> Callable[[Callable], Callable]:
         return run
 
     return decorate
+
+
+Outputs = tuple[Tensor, ...]  # the results of a call, in the order of its class
+# of input (N, D), linear_weight (V, D), linear_bias (V,) and logit_scale (); (0,) if not wanted
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+AXES = {  # aten/chunks.py finds the tensors with rows of tokens by it, too
+    **{"input": "ND", "linear_weight": "VD", "linear_bias": "V", "weight": "V", "target": "N"},
+    **{"teacher_input": "NE", "teacher_weight": "VE", "teacher_bias": "V", "teacher_probs": "NV", "valid": "N"},
+    **dict.fromkeys(("expected_log_prob", "grad_expected_log_prob", "row_scale", "grad", "divergence"), "N"),
+    **dict.fromkeys((*Cotangents._fields, "target_weight"), "N"),
+    "main_grad": "VD",
+    "lse_pair": "N2",
+}
+BY_CLASS = ("target", "target_weight", "grad_target_logit")  # (N, K) if a head's target names K classes of a token
+
+
+def outputs(call: Any) -> Any:
+    """Checks the call's shapes. Returns its uninitialised results, Outputs."""
+    check_shapes(call)
+    return allocate(call.results, call)
+
+
+def allocate(results: Sequence[Result], call: Any) -> tuple[Tensor, ...]:
+    """Allocates results, uninitialised."""
+    operands, found = call.operands, []
+    first = operands[0]
+    tokens, accumulate = first.shape[0], accumulation_dtype(first.dtype)
+    for _, shape, asked, _, dtype, operand in results:
+        like, size = first, tokens
+        if operand in operands._fields:
+            of = getattr(operands, operand)
+            # grad_linear_bias has this shape even without a linear_bias; without a head it is (0,)
+            of_none = 0 if operands[1] is None else operands[1].shape[0]
+            like, size = (first, of_none) if of is None else (of, of.shape)
+            dtype = like.dtype
+        if asked is not None and not (call.output_mask[asked] if isinstance(asked, int) else asked(call)):
+            size = 0
+        elif shape is not None:
+            size = shape(call) if shape else ()
+        found.append(like.new_empty(size, dtype=dtype or accumulate))
+    return tuple(found)
+
+
+@functools.cache
+def checked(arguments: type[Arguments]) -> list[tuple[Callable, str, str, int]]:  # getter, name, axes, most dimensions
+    """The tensors of an operator that are checked. Its operands come first, so that others are compared with them."""
+    known = [argument for argument in arguments.arguments if argument.name in AXES and "Tensor" in argument.type]
+    known.sort(key=lambda argument: not argument.path.startswith("operands."))
+    more = BY_CLASS if "input" in arguments.index else ()
+    return [(attrgetter(path), name, AXES[name], len(AXES[name]) + (name in more)) for name, _, _, path in known]
+
+
+def check_shapes(call: Any) -> None:
+    device = call.operands[0].device
+    sizes = {"2": 2}
+    if call.operands.linear_weight is None:  # given logits
+        sizes["V"] = call.operands.input.shape[-1]
+        if call.operands.linear_bias is not None or call.sparse.gradient_threshold:
+            raise ValueError(f"{call.op}: expected neither linear_bias nor gradient_threshold without linear_weight")
+    for get, name, axes, most in checked(call.__class__):
+        tensor = get(call)
+        if tensor is None or (name == "weight" and vars(call).get("group") is not None):  # of all ranks
+            continue
+        shape = tensor.shape
+        fits = len(axes) <= len(shape) <= most
+        for axis, size in zip(axes, shape):
+            fits &= sizes.setdefault(axis, size) == size
+        if not holds(fits):
+            known = ", ".join(f"{axis} = {sizes[axis]}" for axis in axes if axis in sizes)
+            raise ValueError(f"{call.op}: expected {name} of shape ({', '.join(axes)}), {known}, got {tuple(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{call.op}: expected {name} on {device}, got {tensor.device}")
+    for place, tensor in enumerate(vars(call).get("tensors") or ()):
+        if tensor.device != device or not holds(not tensor.dim() or tensor.shape[0] == sizes["N"]):
+            raise ValueError(
+                f"{call.op}: expected tensors[{place}] on {device} with {sizes['N']} rows or as a 0-d tensor, got "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )

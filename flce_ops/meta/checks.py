@@ -6,21 +6,42 @@ Each message says which argument, what was expected, what came, and what to do i
 reads tensor data. The kernels check the range of `target` (flce_ops/support/target_range.py).
 """
 
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymBool, SymInt, Tensor
 
 from ..math.options import Operands, accumulation_dtype
 from ..math.sparse_gradient import MODES, OPERANDS, SparseGradient
 from ..support.refusals import refuse_hole
-from ..support.torch_private import has_tangent
+from ..support.torch_private import assert_when_it_runs, has_tangent
 
 # N tokens, D hidden, V vocabulary
 
 DENSE_TYPES = (Tensor, torch.nn.Parameter)  # the usual types, which need no further check
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
+
+
+def holds(condition: bool | SymBool) -> bool:
+    """Whether a condition on sizes holds."""
+    if not isinstance(condition, SymBool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # a tracer has imported it
+
+    if guard_or_true(condition):
+        assert_when_it_runs(condition)
+        return True
+    return False
+
+
+def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes, as torch.Size or tuples, are equal."""
+    try:
+        return one == other
+    except RuntimeError:  # two unbacked sizes
+        return len(one) == len(other) and all(holds(size == beside) for size, beside in zip(one, other))
 
 
 def is_dense(tensor: Tensor) -> bool:

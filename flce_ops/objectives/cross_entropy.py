@@ -17,7 +17,7 @@ for tensors and in_triton.py for kernels:
 
 @RowFunction
 def of_target(surprisal, ...):      of_target(...)     on tensors
-    return times(weight, ...), ...  of_target.jit      the same source with the words of a kernel, for Triton
+    return weight * ..., ...        of_target.jit      the same source with the words of a kernel, for Triton
 
 Cross-entropy of one class, or of K classes, a token.
 
@@ -33,7 +33,7 @@ of equal classes are added.
 """
 
 import types
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from ..math.options import (
     Ranges,
     Scalar,
     TokenLosses,
-    beside_topk,
     numbers_of,
     scalar_unless,
 )
@@ -74,16 +73,7 @@ def of_tokens(values: Tensor, at: Any) -> Tensor:
     return values
 
 
-def times(factor: Tensor | float, values: Tensor | float) -> Tensor | float:
-    """factor * values. If either is the number 1, no operation runs, because for small tensors the overhead of a launch
-    dominates.
-    """
-    if isinstance(factor, float) and factor == 1.0:
-        return values
-    return factor if isinstance(values, float) and values == 1.0 else factor * values
-
-
-WORDS = ("where", "constant", "number", "of_tokens", "times")
+WORDS = ("where", "constant", "number", "of_tokens")
 
 
 class RowFunction:
@@ -159,7 +149,9 @@ class RowObjective(RowNumbers):
         """In ATen: returns the losses, and their slopes by the target's logit and by lse. The losses and slopes are
         differentiable.
         """
-        value, slope = self.of_target.source(surprisal, self.weight, None, self)
+        value, slope = surprisal, cast(Slope, 1.0)  # without an operation: a product with 1 would be a launch
+        if self.weight is not None or self.options.label_smoothing:
+            value, slope = self.of_target.source(surprisal, self.weight, None, self)
         of_all_targets = slope
         if self.soft:
             # a bias of -inf may switch the class off
@@ -170,15 +162,11 @@ class RowObjective(RowNumbers):
 
     def cotangents(self, slopes: tuple[Slope, Slope], scale: Tensor) -> Cotangents:  # (N,) each
         """The cotangents of the row numbers for the scalar sum_i scale_i loss_i."""
-        (d_target, d_lse), d_sum = slopes, self.d_sum
-        by_target = beside_topk(scale, d_target) if isinstance(d_target, Tensor) else scale
-
-        def scaled(slope: Slope, scale: Tensor) -> Any:
-            if self.bounded:
-                return torch.where(slope == 0.0, 0.0, slope * scale)
-            return scale.neg() if isinstance(slope, float) and slope == -1.0 else times(slope, scale)
-
-        return Cotangents(scaled(d_target, by_target), scaled(d_lse, scale), None if d_sum is None else d_sum * scale)
+        of_targets, d_sum = scale.unsqueeze(-1) if self.soft else scale, self.d_sum
+        d_target, d_lse = slopes[0] * of_targets, slopes[1] * scale
+        if self.bounded:
+            d_target, d_lse = (torch.where(slope == 0.0, 0.0, of) for slope, of in zip(slopes, (d_target, d_lse)))
+        return Cotangents(d_target, d_lse, None if d_sum is None else d_sum * scale)
 
 
 class GivenSlopes(RowObjective):
@@ -244,7 +232,7 @@ class CrossEntropy(RowObjective):
         factor = 1.0 - loss.options.label_smoothing
         if weight is not None:
             factor = factor * weight
-        return times(factor, surprisal), factor
+        return factor * surprisal, factor
 
     @RowFunction
     def of_row(value, slope, lse, logit_sum, at, loss):
@@ -268,42 +256,24 @@ class CrossEntropy(RowObjective):
         return -smoothing / self.num_classes if smoothing else None
 
 
-def topk_weights(target: Tensor, target_weight: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:  # (N, K)
-    """The weights q: 0 for ignored classes, whatever their weight is; nan if a weight is negative."""
-    q = torch.where(target == ignore_index, 0.0, target_weight).to(dtype)
-    return torch.where(q < 0.0, torch.nan, q)
-
-
 def cross_entropy_of(
-    target: Tensor,  # (N,) or (N, K)
-    weight: Tensor | None,  # (V,)
-    num_classes: int,
-    options: LossOptions,
-    dtype: torch.dtype,
-    topk_weight: Tensor | None = None,  # (N, K)
-) -> CrossEntropy:
-    of_target, weight_sum = topk_weight, None
-    if weight is not None:
-        of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
-        of_target = of_class if topk_weight is None else topk_weight * of_class
-    return CrossEntropy(options, None, of_target, num_classes, weight_sum)
-
-
-def cross_entropy_of_call(
     call: Any,  # a WithGrad of meta/arguments.py, or TokenLosses
-    operands: Any,
     num_classes: int,  # V, over all shards
     dtype: torch.dtype,
 ) -> CrossEntropy:
-    target, topk_weight = operands.target, call.target_weight
-    if topk_weight is not None:
-        topk_weight = topk_weights(target, topk_weight, call.ignore_index, dtype)
-    return cross_entropy_of(target, operands.weight, num_classes, call.loss, dtype, topk_weight)
+    target, weight, of_target, weight_sum = call.operands.target, call.operands.weight, call.target_weight, None
+    if of_target is not None:  # q of soft targets: 0 for ignored classes, whatever it is; nan if negative
+        q = torch.where(target == call.ignore_index, 0.0, of_target).to(dtype)
+        of_target = torch.where(q < 0.0, torch.nan, q)
+    if weight is not None:
+        of_class, weight_sum = class_weight_of(target, weight, dtype), weight.to(dtype).sum()
+        of_target = of_class if of_target is None else of_target * of_class
+    return CrossEntropy(call.loss, None, of_target, num_classes, weight_sum)
 
 
 def losses_of_rows(problem: TokenLosses, num_classes: int, rows: Rows) -> Tensor:  # (N,)
     """Losses that autograd differentiates; 0 for ignored tokens. num_classes is V, over all shards."""
-    objective = cross_entropy_of_call(problem, problem.operands, num_classes, rows.lse_pair.dtype)
+    objective = cross_entropy_of(problem, num_classes, rows.lse_pair.dtype)
     distance = surprisal(rows.target_logit, rows.lse_pair)
     logit_sum = rows.logit_sum if problem.loss.label_smoothing else None
     losses, _ = objective.losses_and_slopes(distance, rows.lse, logit_sum)

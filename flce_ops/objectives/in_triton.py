@@ -39,11 +39,6 @@ def of_tokens(pointer, at):
 
 
 @triton.jit
-def times(factor, values):
-    return factor * values
-
-
-@triton.jit
 def exp2(x):
     return tl.exp2(x)
 

@@ -6,11 +6,10 @@
     flce::linear_cross_entropy_with_grad         the scalar loss and its gradients, in one pass over the logits; of
                                                  functions of one token, and if ranks share the vocabulary, too
     flce::linear_kl_div_{forward, backward, with_grad}    likewise, for divergences
-    flce::cross_entropy_{forward, backward, with_grad}    likewise, for given logits
-    flce::cross_entropy_with_grad_               writes the gradient over the logits
+    flce::cross_entropy_with_grad_               of given logits: writes the gradient over the logits
     flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: made_in_forward.py
 
-All have the same layout of dispatch keys:
+Given logits are an input without linear_weight. All have the same layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands as autocast casts those of F.linear
     FuncTorchDynamicLayerFrontMode     torch.func: function.py
@@ -86,7 +85,8 @@ def autocast_kernel(arguments: type[Arguments], device_type: str) -> Callable:
 
     def run(*args, **kwargs):
         values = arguments.bind(*args, **kwargs).values()
-        for index, operand in zip(casts, autocast_operands(device_type, *(values[index] for index in casts))):
+        own = casts if values[arguments.index["linear_weight"]] is not None else []
+        for index, operand in zip(own, autocast_operands(device_type, *(values[index] for index in own))):
             values[index] = operand
         on = torch.is_autocast_enabled(device_type)  # an operator may be called on this key with autocast off
         torch.set_autocast_enabled(device_type, False)  # torch.autocast would take 10 us
@@ -108,10 +108,7 @@ FUNCTIONS: tuple[type[OperatorFunction], ...] = (
     autograd.KlDivForwardFunction,
     autograd.KlDivBackwardFunction,
     made_in_forward.KlDivWithGradFunction,
-    autograd.LogitsForwardFunction,
-    autograd.LogitsBackwardFunction,
-    made_in_forward.LogitsWithGradFunction,
-    made_in_forward.LogitsWithGradInPlaceFunction,
+    made_in_forward.WithGradInPlaceFunction,
 )
 OPERATORS = {function.arguments.op: function for function in FUNCTIONS}
 
@@ -174,6 +171,8 @@ def product(input: Sequence[int], linear_weight: Sequence[int]) -> int:
 
 def flops(call: Any) -> int:
     operands = call.operands
+    if operands.linear_weight is None:  # given logits
+        return 0
     logits = product(operands.input, operands.linear_weight)
     found = logits * (1 + sum(getattr(call, "output_mask", ())[:2]))
     if getattr(call, "retained", None) is not None:  # saved logits cost nothing
@@ -188,5 +187,4 @@ def flop_formula(arguments: type[Arguments]) -> Callable[..., int]:
 
 
 for _name, _function in OPERATORS.items():
-    if _name.startswith("linear"):  # operators of given logits run no GEMM
-        register_flop_formula(getattr(ops, _name))(flop_formula(_function.arguments))
+    register_flop_formula(getattr(ops, _name))(flop_formula(_function.arguments))

@@ -5,7 +5,7 @@ backward           saves its arguments                                   <- the 
 kl_div_forward     saves its operands, row statistics                    <- kl_div_backward
 kl_div_backward    saves nothing                                         <- refused with an error
 
-The operators of given logits are like those of a head. A teacher is constant: requesting a gradient for it is an error.
+A teacher is constant: requesting a gradient for it is an error.
 """
 
 import torch
@@ -18,8 +18,6 @@ from ..meta.arguments import (
     Forward,
     KlDivBackward,
     KlDivForward,
-    LogitsBackward,
-    LogitsForward,
 )
 from ..meta.checks import check_constants
 from ..objectives.divergence import DIVERGENCES
@@ -125,35 +123,6 @@ class BackwardInPlaceFunction(OperatorFunction):
         tensors = (value for value in values if isinstance(value, Tensor))
         if differentiated(*tensors):
             refuse_hole(cls.called(), "second of main_grad")
-
-
-# N tokens, V vocabulary
-
-
-class LogitsForwardFunction(OperatorFunction):
-    arguments = LogitsForward
-    function = "cross_entropy"
-    with_derivative = ("target_logit", "lse_pair", "logit_sum")
-
-    @classmethod
-    def for_backward(cls, ctx, values, results):
-        return (results[1],)
-
-    @classmethod
-    def gradients(cls, ctx, values, saved, grad_target_logit, grad_pair, grad_logit_sum, *_):
-        cotangents = Cotangents(grad_target_logit, of_lse(grad_pair), grad_logit_sum)
-        values = LogitsBackward.like(LogitsForward.of(values), cotangents=cotangents, lse_pair=saved[0])
-        return {"logits": LogitsBackward.dispatched(values)}
-
-
-class LogitsBackwardFunction(OperatorFunction):
-    arguments = LogitsBackward
-    function = "cross_entropy"
-    with_derivative = ("grad_logits",)
-
-    @classmethod
-    def gradients(cls, ctx, values, saved, grad_grad_logits):
-        return second_derivatives(LogitsBackward.of(values), [grad_grad_logits], gradients_asked_for(ctx))
 
 
 class KlDivFunction(OperatorFunction):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
 
 from .._ops import add_op_namespace_prefix
 from ..math.options import KlDivOptions, LogitOptions, numbers_of
@@ -20,8 +21,8 @@ from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
 from ..support.refusals import refuse_hole, running
 from ..support.torch_private import (
+    PROBE,
     below_autograd,
-    forward_mode_is_active,
     functorch_is_active,
     has_tangent,
     plain_apply,
@@ -60,6 +61,8 @@ class OperatorFunction(Function):
     always: ClassVar[bool]  # whether every call requests these
     applied: ClassVar[Callable]  # `apply` without torch.func
     constants: ClassVar[list[tuple[int, str]]]  # places and names of numbers whose gradient is refused
+    head: ClassVar[int]  # places of linear_weight and logit_scale
+    scale: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "arguments"):
@@ -70,6 +73,7 @@ class OperatorFunction(Function):
             cls.applied = plain_apply(cls)
             refused = {*NUMBERS, *CONSTANTS} - {*cls.learns}
             cls.constants = [(index, name) for name, index in arguments.index.items() if name in refused]
+            cls.head, cls.scale = (arguments.index[name] for name in ("linear_weight", "logit_scale"))
 
     @classmethod
     def called(cls) -> str:
@@ -95,12 +99,12 @@ class OperatorFunction(Function):
     @classmethod
     def forward(cls, *values):
         # calls the operator again below autograd; if more torch.func transforms follow, they must see it, too
+        positional, named = cls.arguments.split(values)
         with nullcontext() if functorch_is_active() else below_autograd():
-            return cls.arguments.dispatched(values)
+            return cls.arguments.operator(*positional, **named)
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
-        results = (output,) if isinstance(output, Tensor) else output
         ctx.set_materialize_grads(False)
         ctx.function, ctx.differentiable, values = running.function, cls.derivatives, list(inputs)
         if not cls.always:
@@ -109,11 +113,11 @@ class OperatorFunction(Function):
                 has and requested(result, call) for has, result in zip(cls.derivatives, cls.arguments.results)
             ]
         constants = []
-        for result, has in zip(results, ctx.differentiable):
+        for result, has in zip(output, ctx.differentiable):
             if not has:
                 constants.append(result)
         ctx.mark_non_differentiable(*constants)
-        save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, results))
+        save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, output))
 
     @classmethod
     def backward_function(cls) -> Callable:
@@ -167,19 +171,26 @@ class OperatorFunction(Function):
     @classmethod
     def run(cls, values: list[Any]) -> Any:
         """What the operator's autograd keys run: this Function if a gradient can flow, otherwise the kernel below."""
-        arguments, forward_mode = cls.arguments, forward_mode_is_active()
+        arguments, forward_mode = cls.arguments, unpack_dual(PROBE).primal is not PROBE
         grad_enabled, functorch = torch.is_grad_enabled(), functorch_is_active()
         if grad_enabled or functorch or forward_mode:
             tensors = []
             for index in arguments.tensor_places:
                 tensors.append(values[index])
-            for index in arguments.tensor_lists:
-                tensors += values[index] or ()
+            for index in arguments.tensor_lists:  # constants
+                for place, tensor in enumerate(values[index] or ()):
+                    if grad_enabled and tensor.requires_grad:
+                        name = f"{arguments.arguments[index].name}[{place}]"
+                        refuse_hole(add_op_namespace_prefix(arguments.op), "constant", name=name)
+                    tensors.append(tensor)
             if forward_mode and has_tangent(*tensors):
                 cls.refuse_forward_mode()
             if cls.check is not None:
                 cls.check(values)
-            for index, name in cls.constants:
+            constants = cls.constants
+            if values[cls.head] is None:  # given logits, whose scale gets no gradient
+                constants = [*constants, (cls.scale, "logit_scale")]
+            for index, name in constants:
                 if grad_enabled and values[index] is not None and values[index].requires_grad:
                     refuse_hole(add_op_namespace_prefix(arguments.op), "number", name=name)
             if functorch:
@@ -282,7 +293,5 @@ def vmap_by_loop(function: type[Function], batch: int, in_dims, args):
             for arg, dim in zip(args, in_dims)
         ]
         results.append(function.apply(*element))
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
     stacked = tuple(torch.stack(parts) for parts in zip(*results))
     return stacked, (0,) * len(stacked)

@@ -11,6 +11,7 @@ gradient over the logits.
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +20,8 @@ from torch import Tensor
 from .._ops import ops
 from ..math.options import TEACHER, Operands, tokens_that_count
 from ..math.statistics import Rows, log_probs_of_targets, surprisal
-from ..meta.arguments import Backward, Forward, KlDivWithGrad, LogitsWithGrad, LogitsWithGradInPlace, WithGrad
-from ..meta.checks import check_constants
-from ..objectives.cross_entropy import cross_entropy_of_call
+from ..meta.arguments import Backward, Forward, KlDivWithGrad, WithGrad, WithGradInPlace
+from ..objectives.cross_entropy import cross_entropy_of
 from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
 from ..support import has_triton, made_by_nvidia
 from ..support.refusals import refuse_hole, running
@@ -84,6 +84,7 @@ class MadeInForward(OperatorFunction):
     """For an operator that returns loss, losses (N,), the gradients, and constants. Only the loss has a derivative."""
 
     with_derivative = ("loss",)
+    kept: ClassVar[Callable]  # of the results: the losses, and the gradients
     second_derivative: ClassVar[str] = ""  # if there is no second derivative: the entry of HOLES with the reason
 
     @classmethod
@@ -91,12 +92,14 @@ class MadeInForward(OperatorFunction):
         """The gradients, multiplied by grad_loss, and the losses, as functions of the operands."""
         refuse_hole(cls.called(), cls.second_derivative)
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if hasattr(cls, "arguments"):
+            cls.kept = itemgetter(1, *cls.arguments.made_at)
+
     @classmethod
     def for_backward(cls, ctx, values, results):
-        kept = [results[1]]
-        for place in cls.arguments.made_at:
-            kept.append(results[place])
-        return kept
+        return cls.kept(results)
 
     @classmethod
     def made(cls, ctx, saved: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -115,15 +118,12 @@ class MadeInForward(OperatorFunction):
             values, saved = restore(ctx, arguments)
             losses, leaf, here, places = saved[0], saved[0], [], []
             if torch.is_grad_enabled():  # true under create_graph
-                if "output_mask" in index:
-                    values[index["output_mask"]] = [needs[index[name]] for name in OPERANDS]
-                    values[index["scale_gradient"]] = needs[index["logit_scale"]]
+                values[index["output_mask"]] = [needs[index[name]] for name in OPERANDS]
+                values[index["scale_gradient"]] = needs[index["logit_scale"]]
                 products, losses = cls.made_again(ctx, arguments.of(values), grad_loss)
                 places = [index[name] for name in arguments.made]
             else:
-                mask = [*values[index["output_mask"]]] if "output_mask" in index else [True]
-                if "scale_gradient" in index:
-                    mask.append(values[index["scale_gradient"]])
+                mask = [*values[index["output_mask"]], values[index["scale_gradient"]]]
                 for name, was_made, gradient in zip(arguments.made, mask, cls.made(ctx, saved)):
                     place = index[name]
                     if was_made and needs[place]:
@@ -131,7 +131,7 @@ class MadeInForward(OperatorFunction):
                         places.append(place)
                     # takes the last operand that needs a gradient, rather a parameter than input: parameters stay in
                     # memory anyway, but a compiled graph would have to save input
-                    if was_made and (name in OPERANDS or name == "logits"):
+                    if was_made and name in OPERANDS:
                         leaf = values[place]
                 products = multiplied(here, grad_loss, leaf)
             for place, product in zip(places, products):
@@ -148,18 +148,16 @@ class WithGradFunction(MadeInForward):
     learns = ("logit_scale",)
 
     @classmethod
-    def check(cls, values):
-        name = values[WithGrad.index["function"]]
-        if name is not None:
-            for place, tensor in enumerate(values[WithGrad.index["tensors"]]):
-                check_constants(WithGrad.op, **{token_loss_named(name).name_of_tensor(place): tensor})
-
-    @classmethod
     def for_backward(cls, ctx, values, results):
-        name = values[WithGrad.index["function"]]
+        name = values[cls.arguments.index["function"]]
         # a function without a registered name lives as long as this
         ctx.token_loss = None if name is None else token_loss_named(name)
-        return super().for_backward(ctx, values, results)
+        if values[cls.head] is None:  # given logits are not kept until backward, so that they can be freed
+            leaf = traced_leaf(values[0])
+            for place in cls.arguments.tensor_places:
+                values[place] = None
+            values[0] = leaf
+        return cls.kept(results)
 
     @classmethod
     def made_again(cls, ctx, call, grad_loss):
@@ -168,6 +166,8 @@ class WithGradFunction(MadeInForward):
         caller.
         """
         of_cross_entropy = call.function is None
+        if call.operands.linear_weight is None:
+            refuse_hole(cls.called(), "second of given logits")
         assert call.group is None, "distributed/vocab_parallel.py has this derivative"
         if of_cross_entropy and call.sparse.gradient_threshold:
             refuse_hole(cls.called(), "second of a sparse gradient")
@@ -177,7 +177,7 @@ class WithGradFunction(MadeInForward):
         rows, retained = Rows.of_forward(found), found[-1]
         valid, dtype = tokens_that_count(operands.target, call.ignore_index), rows.lse_pair.dtype
         if of_cross_entropy:
-            objective = cross_entropy_of_call(call, operands, operands.num_classes, dtype)
+            objective = cross_entropy_of(call, operands.num_classes, dtype)
             surprisals = surprisal(rows.target_logit, rows.lse_pair)
         else:
             counts = operands.target != call.ignore_index
@@ -185,24 +185,11 @@ class WithGradFunction(MadeInForward):
             tensors = tuple(zero_where(~valid, tensor) for tensor in call.tensors)
             objective = FunctionObjective(token_loss_named(call.function), tensors, counts)
         losses, slopes = objective.losses_and_slopes(surprisals, rows.lse, rows.logit_sum if smoothed else None)
-        scale = call.reduction.scale_of_tokens(valid, dtype)
+        scale, _ = call.reduction.scale_of_tokens(valid, dtype)
         cotangents = objective.cotangents(slopes, scale * grad_loss)
         known = {"lse_pair": rows.lse_pair, "retained": retained if retained.shape[0] else None}
         gradients = Backward.dispatched(Backward.like(call, cotangents=cotangents, operands=operands, **known))
         return gradients, torch.where(valid, losses, 0.0)
-
-
-class LogitsWithGradFunction(MadeInForward):
-    """Does not keep the logits until backward, so that they can be freed."""
-
-    arguments = LogitsWithGrad
-    function = "cross_entropy"
-    second_derivative = "second of given logits"
-
-    @classmethod
-    def for_backward(cls, ctx, values, results):
-        values[:] = [traced_leaf(values[0])] + [None] * (len(values) - 1)
-        return super().for_backward(ctx, values, results)
 
 
 USED_AFTERWARDS = (
@@ -215,7 +202,7 @@ ASKED_AFTERWARDS = (
 )
 
 
-class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
+class WithGradInPlaceFunction(WithGradFunction):
     """Same as the class above, but the gradient overwrites the logits. The root is the tensor whose elements the logits
     are a view of. The root is returned, too, and marked dirty, so autograd's version check refuses backward functions
     that saved it earlier. If a gradient arrives for the returned root, some code has read the gradient as if it were
@@ -223,7 +210,8 @@ class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
     logits flows to the operation that computed them.
     """
 
-    arguments = LogitsWithGradInPlace
+    arguments = WithGradInPlace
+    function = "cross_entropy"
 
     @classmethod
     def with_gradient(cls, values):
@@ -237,10 +225,9 @@ class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
         return super().run(values)[:3]
 
     @classmethod
-    def forward(cls, logits, target, *others):
-        *others, root = others
-        logits = root.view(logits.shape)
-        return *super().forward(logits, target, *others), root
+    def forward(cls, *values):
+        logits, *values, root = values
+        return *super().forward(root.view(logits.shape), *values), root
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
@@ -250,7 +237,9 @@ class LogitsWithGradInPlaceFunction(LogitsWithGradFunction):
         leaf = traced_leaf(inputs[-1])  # must be found before autograd makes this node the root's grad_fn
         ctx.mark_dirty(grad_logits)
         ctx.mark_non_differentiable(losses, argmax)
-        save(ctx, cls.arguments, [leaf] + [None] * (len(cls.arguments.index) - 1), losses, grad_logits)
+        values = [leaf] + [None] * (len(cls.arguments.index) - 1)
+        values[cls.arguments.index["output_mask"]] = [True, False, False]
+        save(ctx, cls.arguments, values, losses, grad_logits)
 
     @classmethod
     def check_cotangents(cls, ctx, grad_loss, _losses, _argmax, grad_of_gradient):
@@ -320,4 +309,4 @@ class KlDivWithGradFunction(KlDivFunction, MadeInForward):
         index = KlDivWithGrad.index
         for name in (*TEACHER, "valid", "row_scale", *(["input"] if any(values[index["output_mask"]][1:]) else [])):
             values[index[name]] = None
-        return super().for_backward(ctx, values, results)
+        return cls.kept(results)

@@ -52,6 +52,12 @@ class CallFacts(NamedTuple):
     teacher: torch.dtype | None = None  # dtype of a teacher's hidden states
     sparse: bool = False  # a sparse gradient is asked for
     entropy: bool = False  # a token function reads the entropy
+    given_logits: bool = False  # there is no head
+    beyond: bool = False  # more of given logits than losses of one class a token, and the argmax
+
+
+# What is not asked of given logits: fields of Forward, Backward and WithGrad that are None or False elsewhere.
+BEYOND = ("expected_log_prob", "log_sum_sq_probs", "mean_logit", "grad_expected_log_prob", "vocab_size", "function")
 
 
 def facts_of(call: Any) -> CallFacts:
@@ -64,6 +70,9 @@ def facts_of(call: Any) -> CallFacts:
     first, sparse, softcap = operands[0], groups.get("sparse"), call.logits.softcap is not None
     one_class = operands.num_classes == 1 and groups.get("group") is None  # all ranks must choose the same path
     known: dict[str, Any] = {"softcap": softcap, "topk": operands.target.dim() == 2}
+    if operands.linear_weight is None:
+        asked = any(groups.get(name) is not None and groups[name] is not False for name in BEYOND)
+        known["given_logits"], known["beyond"] = True, asked or known["topk"] or any(groups.get("statistics", ())[1:])
     if "loss" in groups:
         known["label_smoothing"] = call.loss.label_smoothing != 0.0
     elif "cotangents" in groups:
@@ -99,8 +108,8 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
         wants_gradient=wanted and torch.is_grad_enabled(),
         left_to_backward=gradients_are_left_to_backward(),
         functorch=torch_private.functorch_is_active(),
-        saved_tensor_hooks=torch_private.saved_tensor_hooks_are_active(),
-        checkpoint=torch_private.tracing_a_checkpointed_region(),
+        saved_tensor_hooks=torch_private.saved_tensor_hooks() is not None,
+        checkpoint=torch_private.metadata_of_trace().get("recompute") is not None,
         **known,
     )
 
@@ -129,13 +138,11 @@ def sharding_of(vocabulary: Sequence[bool], ranks: Sequence[int], num_classes: i
 
 def gradients_wanted(operands: Any) -> list[bool]:
     """Which gradients are wanted, as an output_mask: of input, linear_weight, linear_bias."""
-    enabled, bias = torch.is_grad_enabled(), operands.linear_bias
-    of_bias = bias is not None and bias.requires_grad
-    return [
-        enabled and operands.input.requires_grad,
-        enabled and operands.linear_weight.requires_grad,
-        enabled and of_bias,
-    ]
+    if not torch.is_grad_enabled():
+        return [False, False, False]
+    input, weight, bias = operands.input, operands.linear_weight, operands.linear_bias
+    of_weight, of_bias = weight is not None and weight.requires_grad, bias is not None and bias.requires_grad
+    return [input.requires_grad, of_weight, of_bias]
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:
@@ -194,7 +201,8 @@ NOT_LEAF = Condition(
 )
 WHOLE = Condition("logits that are all of their memory", lambda s: not s.part)
 HALF_OR_FLOAT32 = Condition("logits in a half dtype or float32", lambda s: s.dtype != torch.float64)
-TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES)
+NOT_BEYOND = Condition("losses of one class a token, and the argmax alone", lambda s: not s.beyond)
+TRITON_OF_LOGITS = (NVIDIA, HALF_OR_FLOAT32, NOT_EMPTY, CLASSES, NOT_BEYOND)
 
 # A float16 gradient made in forward would need a range of 40 binades, because the loss scale is known only in backward.
 # So float16 takes 4 passes in Triton. According to a model of the GEMMs, at 8192x4096x128256 on an H200, they take 1.02
@@ -248,18 +256,18 @@ KERNELS = {
         (*TRITON, NOT_FLOAT16, RANK_ONE, UNSMOOTHED), ":launch_with_grad", ".cross_entropy:with_grad"
     ),
     "cross_entropy_forward": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".cross_entropy:logits_forward"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_forward", ".cross_entropy:forward"
     ),
     "cross_entropy_backward": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".cross_entropy:logits_backward"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_backward", ".cross_entropy:backward"
     ),
     "cross_entropy_with_grad": kernels(
-        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_with_grad", ".cross_entropy:logits_with_grad"
+        TRITON_OF_LOGITS, ".logits.cross_entropy:launch_with_grad", ".cross_entropy:with_grad"
     ),
     "cross_entropy_with_grad_": kernels(
         TRITON_OF_LOGITS,
         ".logits.cross_entropy:launch_with_grad_in_place",
-        ".cross_entropy:logits_with_grad_in_place",
+        ".cross_entropy:with_grad_in_place",
     ),
     "linear_kl_div_forward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_forward", ".kl_div:forward"),
     "linear_kl_div_backward": kernels(KL_DIV, ".logits.kl_div:launch_kl_div_backward", ".kl_div:backward"),
@@ -274,6 +282,7 @@ def in_triton(facts: CallFacts) -> bool:
 @functools.cache
 def choice_of(op: str, facts: CallFacts) -> Choice:
     """The path that a call of an inner operator takes."""
+    op = op.removeprefix("linear_") if facts.given_logits else op  # its rows are apart
     paths = KERNELS[op]
     return Choice(op, paths, choose(paths, facts), facts)
 

@@ -52,13 +52,13 @@ def second_derivatives(
 def plain_rows(call: Any, operands: dict[str, Tensor]) -> dict[str, Tensor]:
     """The numbers of rows by the names of their cotangents."""
     target, weight = call.operands.target, call.operands.weight
-    rows, num_classes = operands["logits" if "logits" in operands else "input"], call.operands.num_classes
+    rows, num_classes = operands["input"], call.operands.num_classes
     dtype = accumulation_dtype(rows.dtype)
     valid, hit, column = target_columns(target, call.ignore_index, vars(call).get("vocab_start", 0), num_classes)
     nbytes = rows.shape[0] * num_classes * dtype.itemsize
     warnings.warn(f"{call.op}: a second derivative keeps matrices of logits, {nbytes >> 20} MiB each", stacklevel=2)
     rows = torch.where(valid[:, None], rows, 0.0).to(dtype)
-    if "input" in operands:
+    if call.operands.linear_weight is not None:
         bias = operands.get("linear_bias")
         rows = torch.nn.functional.linear(
             rows, operands["linear_weight"].to(dtype), None if bias is None else bias.to(dtype)

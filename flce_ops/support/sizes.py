@@ -4,16 +4,13 @@ Triton's cdiv and next_power_of_2 also take its constants, and so 3 to 10 us.
 
 The rows that a boolean mask leaves, or the result of .item(), are known only when a graph runs. torch calls them
 unbacked. A condition on one cannot choose a branch while the graph is made. A condition that an argument must fulfil is
-assumed then, and the graph asserts it when it runs: sizes here, the range of a number in flce_ops/entry/arguments.py.
+assumed then, and the graph asserts it when it runs: meta/checks.py.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import SymBool, SymFloat, SymInt
-
-from .torch_private import assert_when_it_runs
+from torch import SymFloat, SymInt
 
 
 def cdiv(number: int, divisor: int) -> int:
@@ -27,26 +24,6 @@ def next_power_of_2(number: int) -> int:
 
 
 SYMBOLIC = (SymFloat, SymInt)
-
-
-def holds(condition: bool | SymBool) -> bool:
-    """Whether a condition on sizes holds."""
-    if not isinstance(condition, SymBool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_true  # a tracer has imported it
-
-    if guard_or_true(condition):
-        assert_when_it_runs(condition)
-        return True
-    return False
-
-
-def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes, as torch.Size or tuples, are equal."""
-    try:
-        return one == other
-    except RuntimeError:  # two unbacked sizes
-        return len(one) == len(other) and all(holds(size == beside) for size, beside in zip(one, other))
 
 
 def known_only_when_it_runs(*numbers: Any) -> bool:

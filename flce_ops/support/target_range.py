@@ -4,6 +4,8 @@ On CUDA the check is an assert on the device, without a host synchronisation. El
 IndexError.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,3 +31,19 @@ def assert_in_range(all_in_range: Tensor, target: Tensor, num_classes: int, igno
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
             f"got {int(target[position])} at flat position {position}"
         )
+
+
+def check_target_range(call: Any) -> bool:
+    """Checks the targets. Returns whether all tokens are known to be valid, which a CPU finds out in the same pass."""
+    target, ignore_index, num_classes = call.operands.target, call.ignore_index, vars(call).get("vocab_size")
+    if num_classes is None:
+        num_classes = call.operands.num_classes
+    if target.device.type == "cpu":
+        if not target.numel():
+            return False
+        lowest, highest = map(int, target.aminmax())
+        if 0 <= lowest and highest < num_classes:
+            return not lowest <= ignore_index <= highest
+    valid = in_range(target, num_classes, ignore_index).all()
+    assert_in_range(valid, target, num_classes, ignore_index)
+    return False

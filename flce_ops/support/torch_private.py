@@ -4,6 +4,7 @@ PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py`
 a torch release drops a name, that test fails first, with the name in the message.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,12 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 graph_is_kept_after_this_backward = torch._C._autograd._get_current_graph_task_keep_graph
 
 
+# The saved_tensors_hooks of the innermost context, such as a non-reentrant checkpoint or offloading; None without one.
+saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+# Has "recompute" while AOTAutograd traces the body of a `torch.utils.checkpoint` call that Dynamo captured.
+metadata_of_trace = torch.fx.traceback.get_current_meta
+
 # True while torch.profiler or emit_nvtx records the operators that run.
 profiler_is_on = torch._C._autograd._profiler_enabled
 
@@ -91,16 +98,6 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable:
     values.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-
-def saved_tensor_hooks_are_active() -> bool:
-    """True inside a non-reentrant checkpoint region or any other `saved_tensors_hooks` context, such as offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def tracing_a_checkpointed_region() -> bool:
-    """True while AOTAutograd traces the body of a `torch.utils.checkpoint` call that Dynamo captured."""
-    return torch.fx.traceback.get_current_meta().get("recompute") is not None
 
 
 def runs_in_this_backward(node) -> bool:

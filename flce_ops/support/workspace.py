@@ -105,7 +105,8 @@ def get_workspace() -> int:
 
     Without `set_workspace` these are 512 MiB, or more if 2048 rows of a head's logits need more.
     """
-    given = _temporary.get()
+    youngest = _temporary.blocks[-1:]
+    given = youngest[0].nbytes if youngest else _temporary.nbytes
     return (DEFAULT_WORKSPACE_BYTES if given is None else given) - getattr(_taken, "nbytes", 0)
 
 

@@ -71,11 +71,11 @@ def test_forward_mode_is_active_only_inside_a_level():
     assert seen == [False, True, True, False]
 
 
-def test_saved_tensor_hooks_are_active_in_a_non_reentrant_checkpoint():
+def test_saved_tensor_hooks_are_seen_in_a_non_reentrant_checkpoint():
     seen = []
 
     def f(x):
-        seen.append(torch_private.saved_tensor_hooks_are_active())
+        seen.append(torch_private.saved_tensor_hooks() is not None)
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
@@ -84,7 +84,7 @@ def test_saved_tensor_hooks_are_active_in_a_non_reentrant_checkpoint():
     assert seen == [False, True, True]
 
 
-def test_tracing_a_checkpointed_region_is_seen_while_aot_traces_it():
+def test_metadata_of_trace_names_a_checkpointed_region_while_aot_traces_it():
     seen = []
 
     @torch.library.custom_op("flce_test::identity", mutates_args=())
@@ -93,7 +93,7 @@ def test_tracing_a_checkpointed_region_is_seen_while_aot_traces_it():
 
     @identity.register_fake
     def _(x):
-        seen.append(torch_private.tracing_a_checkpointed_region())
+        seen.append("recompute" in torch_private.metadata_of_trace())
         return torch.empty_like(x)
 
     identity.register_autograd(lambda ctx, grad: grad)

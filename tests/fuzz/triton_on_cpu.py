@@ -10,11 +10,9 @@ import torch
 
 from flce_ops.meta.arguments import Forward
 from flce_ops.ops import OPERATORS, autograd, saved_logits
-from flce_ops.ops.paths import KERNELS, facts_of, function
-from flce_ops.support.path import choose
+from flce_ops.ops.paths import choice_of, facts_of, function
 from tests.interpreter import remember_what_is_patched
 
-OPS = ("linear_cross_entropy", "linear_kl_div", "cross_entropy")
 _library = torch.library.Library("flce", "IMPL")  # the registered kernels live as long as this object
 
 
@@ -26,7 +24,7 @@ def kernel(name: str) -> Callable:
             facts = facts._replace(dtype=torch.bfloat16)
         if facts.teacher == torch.float32:
             facts = facts._replace(teacher=torch.bfloat16)
-        return function(choose(KERNELS[name], facts).kernel)(call)
+        return function(choice_of(name, facts).path.kernel)(call)
 
     return run
 
@@ -39,6 +37,5 @@ def saved_rows(call: Forward) -> int:
 def install() -> None:
     autograd.saved_rows = saved_rows
     remember_what_is_patched()
-    names = [f"{op}_{step}" for op in OPS for step in ("forward", "backward", "with_grad")]
-    for name in (*names, "linear_cross_entropy_backward_", "cross_entropy_with_grad_"):
+    for name in OPERATORS:
         _library.impl(name, kernel(name), "CPU")

@@ -54,7 +54,7 @@ device, calls = torch.device("cuda", 0), []
 def catch(name):
     def run(*args, **kwargs):
         call = OPERATORS[name].arguments.bind(*args, **kwargs)
-        path = choose(paths.KERNELS[name], facts_of(call)._replace(device="cuda"))
+        path = paths.choice_of(name, facts_of(call)._replace(device="cuda")).path
         assert path.name == "triton", name
         calls.append((paths.function(path.kernel).__wrapped__, call))
         return meta.outputs(call)

@@ -80,4 +80,4 @@ def test_the_inner_operators_refuse_factors_of_rows_elsewhere():
     with pytest.raises(ValueError, match="linear_cross_entropy_with_grad: expected row_scale on cpu, got meta"):
         flce.linear_cross_entropy_with_grad(*head, LABELS["target"], None, None, rows, output_mask=[True] * 3)
     with pytest.raises(ValueError, match="cross_entropy_with_grad: expected row_scale on cpu, got meta"):
-        flce.cross_entropy_with_grad(logits, LABELS["target"], None, rows)
+        flce.linear_cross_entropy_with_grad(logits, None, LABELS["target"], None, None, rows, output_mask=[True] * 3)

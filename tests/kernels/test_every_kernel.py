@@ -54,7 +54,9 @@ def several_classes() -> dict:
 
 
 def of_logits(**options):
-    return {"logits": 3 * random(N, V, seed=5), "target": head()["target"]} | options
+    """Given logits: there is no head."""
+    given = {"input": 3 * random(N, V, seed=5), "linear_weight": None, "target": head()["target"]}
+    return given | options
 
 
 def models(**options):
@@ -78,7 +80,7 @@ CALLS = {
     "sparse": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **SPARSE, **EVERY)),
     "policy": ("linear_cross_entropy_with_grad", head(row_scale=row_scale(), **OF_POLICY, **EVERY)),
     "divergence": ("linear_kl_div_with_grad", models(row_scale=row_scale(), kind="reverse", **EVERY)),
-    "given logits": ("cross_entropy_with_grad", of_logits(row_scale=row_scale())),
+    "given logits": ("linear_cross_entropy_with_grad", of_logits(row_scale=row_scale(), **EVERY)),
 }
 
 
@@ -89,12 +91,13 @@ def exact(path: int, value):
 
 def run(path: int, name: str, arguments: dict, nbytes: int = 512 << 20) -> dict[str, torch.Tensor]:
     """The operator's results by name: of its Triton kernels, or of ATen in float64."""
-    operator = OPERATORS[name].arguments
+    operator, given_logits = OPERATORS[name].arguments, arguments["linear_weight"] is None
     values: dict = {key: None for key in ("row_scale", "denominator", "linear_bias", "weight") if key in operator.index}
     for key, value in arguments.items():
         values[key] = [exact(path, element) for element in value] if key == "tensors" else exact(path, value)
     with workspace(nbytes):
-        made = function(KERNELS[name][path].kernel)(operator.bind(**values))
+        table = KERNELS[name.removeprefix("linear_") if given_logits else name]
+        made = function(table[path].kernel)(operator.bind(**values))
     return dict(zip((result.name for result in operator.results), made if isinstance(made, tuple) else (made,)))
 
 
@@ -116,9 +119,7 @@ def check_step(case: str) -> None:
 def forward_and_backward(path: int, name: str, given: dict, asked: dict, kept: dict[str, str], **cotangents):
     """Results of a forward operator, then the gradients. `kept` maps arguments of backward to results of forward."""
     found = run(path, f"{name}_forward", given | asked)
-    backward = given | {argument: found[result] for argument, result in kept.items()} | cotangents
-    if name != "cross_entropy":
-        backward |= EVERY
+    backward = EVERY | given | {argument: found[result] for argument, result in kept.items()} | cotangents
     return found, run(path, f"{name}_backward", backward)
 
 
@@ -141,7 +142,7 @@ PAIRS = {
         KEPT | {"teacher_lse_pair": "teacher_lse_pair", "student_kl": "student_kl"},
         {"grad": row_scale()},
     ),
-    "given logits": ("cross_entropy", of_logits(), {}, KEPT, FACTORS | {"grad_logit_sum": None}),
+    "given logits": ("linear_cross_entropy", of_logits(), {}, KEPT, FACTORS | {"grad_logit_sum": None}),
 }
 
 

@@ -105,7 +105,8 @@ def learnt(columns):
     with_grad.launch_with_grad(given, weight, target, None, None, None, None, None, **found, **every)
 
 def logits():
-    cross_entropy.launch_with_grad(logits_made, target, None, None, None, label_smoothing=0.1, z_loss=number)
+    options = {"label_smoothing": 0.1, "z_loss": number, **every}
+    cross_entropy.launch_with_grad(logits_made, None, target, None, None, None, **options)
 
 def sparse():
     loss(gradient_threshold=0.02, gradient_mode="unbiased", gradient_seed=torch.empty((), dtype=torch.int64))

@@ -10,7 +10,7 @@ from reference_loss import error, with_lse
 from test_cross_entropy import OPTIONS, make_logits
 
 import flce_ops
-from flce_ops.aten.cross_entropy import logits_backward, logits_forward, logits_with_grad
+from flce_ops import aten
 
 # ---------------------------------------------------------------- the Triton kernels, interpreted
 
@@ -52,31 +52,33 @@ def test_kernels_agree_with_float64(shape, dtype, options, padded, poisoned_memo
 
     asked = {"logit_sum": True, "argmax": True, **of_logits}
     found, right = (
-        f(x, target, weight, **asked) for f, x in ((triton.launch_forward, logits), (logits_forward, exact))
+        f(x, None, target, None, weight, **asked) for f, x in ((triton.launch_forward, logits), (aten.forward, exact))
     )
-    for number, expected in zip(with_lse(found), with_lse(right)):
+    for number, expected in zip(with_lse(found[:6]), with_lse(right[:6])):
         # the lse of two classes may be near 0
         number, expected = number.double(), expected.double()
         assert (number - expected).norm() <= TOLERANCE[torch.float32] * expected.norm().clamp(min=1.0)
     cotangents = [torch.randn(shape[0]) for _ in range(3)]
-    of_row = (*cotangents, logits, target, weight, found[1])
-    exact_row = (*cotangents, exact, target, weight, right[1])
+    of_row = (*cotangents, logits, None, target, None, weight, found[1])
+    exact_row = (*cotangents, exact, None, target, None, weight, right[1])
+    of_logits["output_mask"] = numbers["output_mask"] = [True, False, False]
     same(
-        triton.launch_backward(*of_row, **of_logits),
-        logits_backward(*exact_row, **of_logits),
-        logits_backward(*of_row, **of_logits),
+        triton.launch_backward(*of_row, **of_logits)[0],
+        aten.backward(*exact_row, **of_logits)[0],
+        aten.backward(*of_row, **of_logits)[0],
     )
     scale = torch.rand(shape[0]).where(target >= 0, 0.0)
     for row_scale, divisor in ((None, None), (None, torch.tensor(2.5)), (scale, None)):
-        factors = (weight, row_scale, divisor)
-        in_double = (weight, *(None if factor is None else factor.double() for factor in factors[1:]))
-        found = triton.launch_with_grad(logits, target, *factors, argmax=True, **numbers)
-        right = logits_with_grad(exact, target, *in_double, argmax=True, **numbers)
-        plain = logits_with_grad(logits, target, *factors, argmax=True, **numbers)
+        factors = (None, target, None, weight, row_scale, divisor)
+        in_double = (*factors[:4], *(None if factor is None else factor.double() for factor in factors[4:]))
+        found = triton.launch_with_grad(logits, *factors, argmax=True, **numbers)
+        right = aten.with_grad(exact, *in_double, argmax=True, **numbers)
+        plain = aten.with_grad(logits, *factors, argmax=True, **numbers)
         for results in zip(found, right, plain, strict=True):
-            same(*results)
+            if results[0].numel():
+                same(*results)
     neighbours = memory[:, shape[1] :].clone()
-    triton.launch_with_grad_in_place(logits, target, weight, scale, **numbers)
+    triton.launch_with_grad_in_place(logits, None, target, None, weight, scale, **numbers)
     assert torch.equal(logits, found[2]) and torch.equal(memory[:, shape[1] :].isnan(), neighbours.isnan())
     assert torch.equal(clean[target >= 0].isnan(), torch.zeros_like(clean[target >= 0], dtype=torch.bool))
 
@@ -102,10 +104,11 @@ def test_large_logits_and_large_softcaps_leave_the_digits(shift, softcap, device
             by_lse, in_one_pass = (torch.autograd.grad(loss, z)[0] for loss in ((losses * scale).sum(), in_one_pass))
             return losses.detach(), by_lse, losses.detach(), in_one_pass
         triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
-        z, numbers = z.detach(), scalars(options)
-        target_logit, pair, *_ = triton.launch_forward(z, target, None, **numbers)
-        by_lse = triton.launch_backward(-scale, scale, None, z, target, None, pair, **numbers)
-        _, losses, in_one_pass, _ = triton.launch_with_grad(z, target, None, scale, **numbers)
+        given, numbers = (z.detach(), None, target, None, None), scalars(options)
+        target_logit, pair, *_ = triton.launch_forward(*given, **numbers)
+        numbers["output_mask"] = [True, False, False]
+        by_lse, *_ = triton.launch_backward(-scale, scale, None, *given, pair, **numbers)
+        _, losses, in_one_pass, *_ = triton.launch_with_grad(*given, scale, **numbers)
         return (pair[:, 0] - target_logit) + pair[:, 1], by_lse, losses, in_one_pass
 
     exact, theirs = (plain(logits.to(dtype, copy=True).requires_grad_()) for dtype in (torch.float64, torch.float32))
@@ -118,9 +121,9 @@ def test_large_logits_and_large_softcaps_leave_the_digits(shift, softcap, device
 def test_bfloat16_logits_are_unpacked_as_they_are():
     triton = pytest.importorskip("flce_ops.triton.logits.cross_entropy")
     logits, target, _ = make_logits((4, 133), dtype=torch.bfloat16)
-    found = triton.launch_forward(logits, target, None, logit_sum=True, argmax=True)
-    right = logits_forward(logits.double(), target, None, logit_sum=True, argmax=True)
-    for number, expected in zip(with_lse(found), with_lse(right)):
+    found = triton.launch_forward(logits, None, target, logit_sum=True, argmax=True)
+    right = aten.forward(logits.double(), None, target, logit_sum=True, argmax=True)
+    for number, expected in zip(with_lse(found[:6]), with_lse(right[:6])):
         assert error(number, expected) <= TOLERANCE[torch.float32]
 
 
@@ -138,7 +141,8 @@ def test_no_more_of_the_next_row_is_read_ahead_than_there_is_room_for(blocks, ah
     monkeypatch.setattr("flce_ops.triton.logits.row_blocks.ask_for", ask_for)
     rows = 2 * triton.multiprocessors(torch.empty(0)) + 1  # the first one's program runs the last one, too
     logits = torch.randn(rows, blocks * tile.block_g * 4)
-    triton.launch_with_grad(logits, torch.zeros(rows, dtype=torch.int64), None, None, None)
+    target = torch.zeros(rows, dtype=torch.int64)
+    triton.launch_with_grad(logits, None, target, None, None, None, output_mask=[True, False, False])
     assert asked == [ahead * tile.block_g] + [0] * (rows - 1)
     assert 0 <= min(places) and max(places) < 4 * logits.numel()  # its target is read, too
 

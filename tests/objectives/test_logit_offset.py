@@ -116,9 +116,10 @@ def test_the_kernel_of_given_logits_keeps_their_digits(options, classes, padded)
     numbers = scalars({"label_smoothing": smoothing})
     weight = None if inputs.weight is None else inputs.weight.double()
     exact = F.cross_entropy(logits.double(), target, weight, reduction="none", label_smoothing=smoothing)
-    _, losses, *_ = triton.launch_with_grad(logits, target, inputs.weight, None, torch.tensor(1.0), **numbers)
+    given = logits, None, target, None, inputs.weight
+    _, losses, *_ = triton.launch_with_grad(*given, None, torch.tensor(1.0), output_mask=[True] * 3, **numbers)
     assert error(losses, exact) <= 4e-7
-    target_logit, pair, logit_sum, _ = triton.launch_forward(logits, target, inputs.weight, logit_sum=True)
+    target_logit, pair, logit_sum, *_ = triton.launch_forward(*given, logit_sum=True)
     found = loss_of(target_logit, pair, logit_sum, target, inputs.weight, smoothing, classes)
     assert error(found, exact) <= 4e-7
 

@@ -13,7 +13,7 @@ from reference_loss import error, run, run_reference
 import flce_ops
 from flce_ops import aten
 from flce_ops.aten import gradients
-from flce_ops.aten.gradients import ROUNDED_CHUNKS_ON_CPU
+from flce_ops.aten.chunks import ROUNDED_CHUNKS_ON_CPU
 
 N, D, V = 640, 48, 509
 
@@ -94,13 +94,13 @@ def test_saved_logits_of_no_number_of_bytes_are_refused(retained):
     ids=str,
 )
 def test_half_sums_of_many_chunks_are_kept_in_float32_where_they_fit(dtype, elements, chunks, expected):
-    assert gradients.sums_in_float32(torch.empty(1, dtype=dtype), elements, chunks) == expected
+    assert gradients.chunks.sums_in_float32(torch.empty(1, dtype=dtype), elements, chunks) == expected
 
 
 @pytest.mark.parametrize("hidden, classes", [(64, 8), (1024, 1), (0, 29)])
 def test_products_that_are_added_in_float32_fit_the_cache_if_they_can(hidden, classes, monkeypatch):
     """At least one class at a time, however many features it has."""
-    monkeypatch.setattr(gradients, "PRODUCT_BYTES", 1024)
+    monkeypatch.setattr(gradients.chunks, "PRODUCT_BYTES", 1024)
     total, made = torch.zeros(29, hidden), []
 
     class Sum:
@@ -144,13 +144,14 @@ def test_the_copy_of_a_head_that_blas_cannot_read_is_part_of_the_workspace():
 @pytest.mark.parametrize("dtype, sums", [(torch.bfloat16, True), (torch.float32, False)], ids=str)
 def test_a_float32_buffer_needs_no_sum_beside_it(dtype, sums, monkeypatch):
     """So no workspace is kept for one."""
-    asked, rows = [], gradients.rows_beside_gradients
+    asked, rows = [], gradients.chunks.rows_per_chunk
 
-    def recorded(input, num_classes, want_weight, **options):
-        asked.append(want_weight)
-        return rows(input, num_classes, want_weight, **options)
+    def recorded(*args, summed=None, **options):
+        if summed is not None:
+            asked.append(summed > 0)
+        return rows(*args, summed=summed or 0, **options)
 
-    monkeypatch.setattr(gradients, "rows_beside_gradients", recorded)
+    monkeypatch.setattr(gradients.chunks, "rows_per_chunk", recorded)
     made = make_inputs((20, 8, 61), dtype=torch.bfloat16)
     main_grad = torch.zeros(61, 8, dtype=dtype)
     flce_ops.linear_cross_entropy(*made.args, reduction="none", main_grad=main_grad).sum().backward()

@@ -231,7 +231,30 @@ def test_a_training_steps_loss_is_one_operator_and_no_pass_over_the_targets():
     logits.requires_grad_()
     with Recorded(lambda func, *_: [] if func.is_view else [func.overloadpacket.__name__]) as calls:
         flce_ops.cross_entropy(logits, target)
-    assert calls.seen == ["cross_entropy_with_grad"]
+    assert calls.seen == ["linear_cross_entropy_with_grad"]
+
+
+STATISTICS = dict.fromkeys(("argmax", "lse", "entropy", "log_sum_sq_probs", "mean_logit"), True)
+OF_FORWARD = dict.fromkeys(("logit_sum", "argmax", "expected_log_prob", "log_sum_sq_probs", "mean_logit"), True)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one class", "several classes"])
+def test_inner_operators_of_given_logits_are_those_of_a_head_that_is_the_identity(several):
+    logits, target, _ = make_logits((13, 7), dtype=torch.float64)
+    if several:
+        target = torch.stack([target, target.roll(1), target.roll(2)], 1)
+    options = {"target_weight": torch.rand(13, 3).double()} if several else {"label_smoothing": 0.1}
+    found = []
+    for weight in (None, torch.eye(7, dtype=torch.float64)):
+        given = logits, weight, target, None, None
+        rows = flce.linear_cross_entropy_forward(*given, **OF_FORWARD)
+        of_rows = torch.ones_like(rows[0]), torch.ones(13).double(), None
+        asked = {"grad_expected_log_prob": torch.ones(13).double(), "expected_log_prob": rows[3]}
+        mask = {"output_mask": [True, False, False]}
+        gradients = flce.linear_cross_entropy_backward(*of_rows, *given, rows[1], **asked, **mask)
+        step = flce.linear_cross_entropy_with_grad(*given, None, **mask, **STATISTICS, **options)
+        found.append([*rows, gradients[0], *step])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -242,14 +265,16 @@ def test_operators(dtype, options):
     numbers, scale = scalars(options), torch.rand(9)
     opcheck(flce.cross_entropy.default, (logits, target), options)
     opcheck(flce.cross_entropy_metrics.default, (logits, target), {"reduction": "none"})
-    opcheck(flce.cross_entropy_forward.default, (logits, target, None), {"logit_sum": True, "argmax": True, **numbers})
-    opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, scale), {"label_smoothing": 0.1, **numbers})
+    given, mask = (logits, None, target, None, None), {"output_mask": [True, False, False]}
+    opcheck(flce.linear_cross_entropy_forward.default, given, {"logit_sum": True, "argmax": True, **numbers})
+    smoothed = {"label_smoothing": 0.1, **mask, **numbers}
+    opcheck(flce.linear_cross_entropy_with_grad.default, (*given, scale), smoothed)
     for denominator in (None, torch.tensor(3.0)):
-        opcheck(flce.cross_entropy_with_grad.default, (logits, target, None, None, denominator), numbers)
-    pair = flce.cross_entropy_forward(logits.detach(), target, None)[1]
+        opcheck(flce.linear_cross_entropy_with_grad.default, (*given, None, denominator), mask | numbers)
+    pair = flce.linear_cross_entropy_forward(logits.detach(), *given[1:])[1]
     of_token = torch.randn_like(pair[:, 0])
-    opcheck(flce.cross_entropy_backward.default, (of_token, of_token, None, logits, target, None, pair), numbers)
+    opcheck(flce.linear_cross_entropy_backward.default, (of_token, of_token, None, *given, pair), mask | numbers)
     # a leaf that requires a gradient cannot be overwritten
-    for op, others in ((flce.cross_entropy_.default, ()), (flce.cross_entropy_with_grad_.default, (None, scale))):
-        opcheck(op, (logits.detach(), target, *others), {})
+    opcheck(flce.cross_entropy_.default, (logits.detach(), target), {})
+    opcheck(flce.cross_entropy_with_grad_.default, (logits.detach(), *given[1:], scale), mask)
     opcheck(flce.cross_entropy_metrics_.default, (logits.detach(), target), {})

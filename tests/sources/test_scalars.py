@@ -310,7 +310,7 @@ MISTAKES = [
         "softcap gets no gradient",
     ),
     (
-        lambda x, w, t, s: torch.ops.flce.cross_entropy_forward(x @ w.T, t, logit_scale=s),
+        lambda x, w, t, s: torch.ops.flce.linear_cross_entropy_forward(x @ w.T, None, t, logit_scale=s),
         NotImplementedError,
         "logit_scale gets no gradient",
     ),

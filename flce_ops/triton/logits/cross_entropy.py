@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import meta
-from ...math.options import Cotangents, LogitOperands
+from ...math.options import Cotangents
 from ...math.weights_and_denominator import Reduction
-from ...meta.arguments import LogitsBackward, LogitsForward, LogitsWithGrad, LogitsWithGradInPlace
+from ...meta.arguments import Backward, Forward, WithGrad, WithGradInPlace
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, RowNumbers
 from ...objectives.in_triton import LN2
@@ -108,6 +108,8 @@ def rows_kernel(
         log2_sum = tl.where(valid, log2_sum, 0.0)
         if ARGMAX:
             tl.store(results.argmax + i, tl.where(valid, argmax, -1).to(tl.int64))
+        if results.max_logit is not None:
+            tl.store(results.max_logit + i, row_max)
         target_logit, _ = blocks.logits_of(u_target, scores)
     if grad_logits is None:
         tl.store(results.target_logit + i, tl.where(valid, target_logit, 0.0))
@@ -215,34 +217,34 @@ def blocks_ahead(logits: Tensor, tile: Tile) -> int:
     return min(blocks, max(0, L2_BLOCKS - max(0, blocks - SHORT.held)))
 
 
-@takes(LogitsForward)
-def launch_forward(call: LogitsForward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@takes(Forward)
+def launch_forward(call: Forward) -> meta.Outputs:
     outputs = meta.outputs(call)
     with launching(call) as in_range:
-        count_tokens(call.operands.target, call.ignore_index, call.operands.logits.shape[1], in_range)
+        count_tokens(call.operands.target, call.ignore_index, call.operands.input.shape[1], in_range)
         launch_rows(call, RowOutputs(**{r.name: out for r, out in zip(call.results, outputs) if out.numel()}))
     return outputs
 
 
-@takes(LogitsWithGrad)
-def launch_with_grad(call: LogitsWithGrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, losses, grad_logits, argmax = outputs = meta.outputs(call)
+@takes(WithGrad)
+def launch_with_grad(call: WithGrad) -> meta.Outputs:
+    loss, losses, grad_logits, _, _, argmax, *_ = outputs = meta.outputs(call)
     launch_loss(call, loss, losses, argmax, grad_logits)
     return outputs
 
 
-@takes(LogitsWithGradInPlace)
-def launch_with_grad_in_place(call: LogitsWithGradInPlace) -> tuple[Tensor, Tensor, Tensor]:
+@takes(WithGradInPlace)
+def launch_with_grad_in_place(call: WithGradInPlace) -> meta.Outputs:
     outputs = meta.outputs(call)
-    given = call.operands.logits
+    given = call.operands.input
     launch_loss(call, *outputs)
-    if call.operands.logits is not given:
-        given.copy_(call.operands.logits)
+    if call.operands.input is not given:
+        given.copy_(call.operands.input)
     return outputs
 
 
 def launch_loss(
-    call: LogitsWithGrad,
+    call: WithGrad,
     loss: Tensor,  # () out
     losses: Tensor,  # (N,) out
     argmax: Tensor,  # (N,) out, or (0,)
@@ -253,44 +255,44 @@ def launch_loss(
         call.reduction = Reduction(row_scale.float().contiguous())
     weight_sum = None if weight is None else weight.float().sum()
     with launching(call) as in_range:
-        logits, target, _ = call.operands
+        logits, _, target, *_ = call.operands
         valid_tokens = count_tokens(target, call.ignore_index, logits.shape[1], in_range)
         objective = CrossEntropy(call.loss, num_classes=logits.shape[1], class_weight_sum=weight_sum)
-        results = RowOutputs(losses=losses, argmax=argmax if call.argmax else None)
+        results = RowOutputs(losses=losses, argmax=argmax if call.statistics.argmax else None)
         of_loss: dict[str, Any] = {"objective": objective, "reduction": call.reduction, "valid_tokens": valid_tokens}
         launch_rows(call, results, logits if grad_logits is None else grad_logits, **of_loss)
         launch_after_chunks(valid_tokens.total, LossSum(losses, call.reduction, loss))
 
 
-@takes(LogitsBackward)
-def launch_backward(call: LogitsBackward) -> Tensor:
-    grad_logits = meta.outputs(call)
+@takes(Backward)
+def launch_backward(call: Backward) -> meta.Outputs:
+    grad_logits, *_ = outputs = meta.outputs(call)
     with_unit_rows(call)
     call.cotangents = Cotangents(*contiguous(*call.cotangents))
     known = KnownRows(call.lse_pair.contiguous(), None, *call.cotangents)
     with torch.cuda.device_of(grad_logits):
         launch_rows(call, RowOutputs(), grad_logits, known=known)
     record_run(call, 1, grad_logits.shape[0])
-    return grad_logits
+    return outputs
 
 
-def with_unit_rows(call: LogitsForward | LogitsBackward | LogitsWithGrad) -> None:
+def with_unit_rows(call: Forward | Backward | WithGrad) -> None:
     """Replaces the call's tensors, where necessary, by copies with rows of unit stride, contiguous vectors and float32
     class weights.
     """
-    logits, target, weight = call.operands
+    logits, _, target, _, weight = call.operands
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         logits = logits.contiguous()
         call.notes += ("a copy of logits without a unit stride",)
     target, weight = contiguous(target, None if weight is None else weight.float())
-    call.operands = LogitOperands(logits, target, weight)
+    call.operands = call.operands._replace(input=logits, target=target, weight=weight)
 
 
 @contextmanager
-def launching(call: LogitsForward | LogitsWithGrad) -> Iterator[Tensor]:
+def launching(call: Forward | WithGrad) -> Iterator[Tensor]:
     """A context for the launches of a call. Gives them a () bool for whether all targets are classes, and checks it."""
     with_unit_rows(call)
-    logits, target, _ = call.operands
+    logits, _, target, *_ = call.operands
     in_range = target.new_empty((), dtype=torch.bool)
     with torch.cuda.device_of(logits):
         yield in_range
@@ -299,7 +301,7 @@ def launching(call: LogitsForward | LogitsWithGrad) -> Iterator[Tensor]:
 
 
 def launch_rows(
-    call: LogitsForward | LogitsWithGrad | LogitsBackward,
+    call: Forward | WithGrad | Backward,
     results: RowOutputs,
     grad_logits: Tensor | None = None,  # (N, V) out; None if only numbers of the rows are wanted
     *,
@@ -308,7 +310,7 @@ def launch_rows(
     reduction: Reduction | None = None,
     valid_tokens: Count | None = None,
 ) -> None:
-    logits, target, weight = call.operands
+    logits, _, target, _, weight = call.operands
     tokens, num_classes = logits.shape
     tile = tile_for(logits, objective is not None, call.logits.softcap is not None)
     matrices = blocks.matrix_of(logits), None if grad_logits is None else blocks.matrix_of(grad_logits)

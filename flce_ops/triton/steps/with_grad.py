@@ -15,7 +15,7 @@ from ...math.options import TokenStatistics
 from ...math.statistics import Exchange, shard_rows, statistics_of_shard
 from ...meta.arguments import WithGrad
 from ...meta.call import takes
-from ...objectives.cross_entropy import CrossEntropy, RowObjective, cross_entropy_of, topk_weights
+from ...objectives.cross_entropy import CrossEntropy, RowObjective, cross_entropy_of
 from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
 from ..rows.after_chunks import LossSum
@@ -44,11 +44,7 @@ def launch_with_grad(call: WithGrad) -> meta.Outputs:
 
 
 def objective_of(call: WithGrad) -> CrossEntropy:
-    topk_weight = call.target_weight
-    if topk_weight is not None:
-        topk_weight = topk_weights(call.operands.target, topk_weight, call.ignore_index, torch.float32)
-    target, weight = call.operands.target, call.operands.weight
-    objective = cross_entropy_of(target, weight, call.operands.num_classes, call.loss, torch.float32, topk_weight)
+    objective = cross_entropy_of(call, call.operands.num_classes, torch.float32)
     return objective._replace(weight=None if objective.weight is None else objective.weight.contiguous())
 
 
@@ -101,14 +97,14 @@ def step_over_tokens(
 def launch_shard(call: WithGrad, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Runs the step of a rank that shares the vocabulary with others."""
     loss, losses, *grads, columns = outputs[:6]
-    input, linear_weight, target, _, weight = call.operands
+    input, linear_weight, target, *_ = call.operands
     rows = shard_rows(call.vocab_size, call.ranks)
     with torch.cuda.device_of(input):
         in_range = target.new_empty((), dtype=torch.bool)
         valid_tokens, place = compact_tokens(target, call.ignore_index, call.vocab_size, in_range)
         assert_in_range(in_range, target, call.vocab_size, call.ignore_index)
         exchange = Exchange(call.group, call.ranks)
-        objective = cross_entropy_of(target, weight, call.vocab_size, call.loss, torch.float32)
+        objective = cross_entropy_of(call, call.vocab_size, torch.float32)
         own = statistics_of_shard(call.statistics, losses)
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
         per_token = StepTokens(objective, call.reduction, losses, statistics, gather=exchange.gather)
