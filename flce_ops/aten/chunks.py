@@ -27,9 +27,8 @@ The product is the only matrix with all n rows of a chunk; the others have the r
 bfloat16 or float16 operands rounds its result, so the product can be kept in that dtype without a further loss. For the
 same reason forward may save the first R rows of the product for backward: backward gets the same bits.
 
-BLAS reads a matrix without a copy if one stride is 1, and the rows (or columns) along it do not overlap. ATen copies
-every other matrix, such as weight[:, ::2], completely before a product. The kernels copy such a linear_weight one slice
-at a time, into a part of the workspace that chunks leave free.
+BLAS reads a matrix if one stride is 1, and the rows (or columns) along it do not overlap. ATen copies every other
+matrix, such as weight[:, ::2], completely. The kernels copy such a linear_weight one slice at a time.
 """
 
 import functools
@@ -120,20 +119,16 @@ def kernel_of(
     return decorate
 
 
-def on_valid_tokens(body: Body, call: Arguments, results: Results, fills: Fills) -> None:
-    valid = counted(call)
+def on_valid_tokens(body: Body, call: Any, results: Results, fills: Fills) -> None:
+    operands = call.operands
+    of_target = "target" in call.index
+    valid = tokens_that_count(operands.target, call.ignore_index) if of_target else operands.valid  # None if all count
     if valid is None or (valid.device.type == "cpu" and bool(valid.all())):
         body(call, results)
     elif valid.device.type != "cpu":
         with_zeroed_rows(body, call, results, fills, ~valid)
     else:
         with_valid_rows(body, call, results, fills, valid)
-
-
-def counted(call: Any) -> Tensor | None:  # (N,) bool of valid tokens; None if all are
-    if "target" in call.index:
-        return tokens_that_count(call.operands.target, call.ignore_index)
-    return call.operands.valid
 
 
 def with_valid_rows(body: Body, call: Arguments, results: Results, fills: Fills, valid: Tensor) -> None:
@@ -286,7 +281,7 @@ def rows_per_chunk(
     # the product's itemsize, and that of G's rounded copy
     of_entry = 4 + size if size < 4 and input.device.type == "cuda" else size
     row_bytes = num_classes * (of_entry + matrices * max(size, 4)) + bytes_of_row
-    # On a CPU, chunks are views of `input` if no token is ignored and BLAS can read them. Otherwise they are copies.
+    # on a CPU, chunks are views of `input` if no token is ignored and BLAS can read them; otherwise copies
     if not on_cpu or isinstance(input, RowsByChunk) or not (input.is_contiguous() or readable(input)):
         row_bytes += hidden * size
     nbytes -= reserved + (matrices_in_block and matrices_in_block * block_bytes(input, nbytes))
@@ -352,8 +347,7 @@ def copied_rows(call: Any, nbytes: int) -> Iterator[tuple[slice, Tensor]]:
     """The same of given logits: yields the rows of each block, and a copy of their u, in the accumulation dtype."""
     logits = call.operands.input
     dtype = accumulation_dtype(logits.dtype)
-    step = max(block_bytes(logits, nbytes) // (logits.shape[1] * dtype.itemsize), 1)
-    step = min(step, max(logits.shape[0], 1))
+    step = min(max(block_bytes(logits, nbytes) // (logits.shape[1] * dtype.itemsize), 1), max(logits.shape[0], 1))
     parts = cut(0, logits.shape[0], step)
     record_run(call, step, len(parts))
     for rows in parts:

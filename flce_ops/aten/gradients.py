@@ -204,8 +204,7 @@ def products_and_gradients(
     if call.operands.linear_weight is None:
         return chunks.copied_rows(call, nbytes), GivenRows(call, grads[0])
     (input, linear_weight, *_), places = call.operands, None
-    rounded = input.dtype.itemsize < 4 and input.device.type != "cuda"  # z has memory of its own then
-    in_block += rounded + (call.logits.softcap is not None)
+    in_block += chunks.product_is_rounded(input) + (call.logits.softcap is not None)
     # The user's buffer. If there are several chunks, they are summed in float32 first, also for a bfloat16 or float16
     # buffer.
     main_grad = call.main_grad if isinstance(call, BackwardInPlace) else None

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flce_ops
 from flce_ops import aten
-from flce_ops.aten import chunks as valid_tokens
-from flce_ops.aten.chunks import counted, with_zeroed_rows
+from flce_ops.aten import chunks
+from flce_ops.aten.chunks import with_zeroed_rows
 
 N, D, V = 60, 16, 61
 SHARES = [0.0, 0.5, 0.99, 1.0]
@@ -174,13 +174,14 @@ def as_on_a_gpu(monkeypatch):
     """Rows of ignored tokens are read as zeros, as on a GPU, where finding them would need a host synchronisation."""
 
     def on_all_tokens(body, call, results, fills):
-        valid = counted(call)
+        valid = call.operands.valid if "valid" in call.index else call.operands.target != call.ignore_index
         if valid is None:
             body(call, results)
         else:
+            valid = valid if valid.dim() == 1 else valid.any(1)
             with_zeroed_rows(body, call, results, fills, ~valid)
 
-    monkeypatch.setattr(valid_tokens, "on_valid_tokens", on_all_tokens)
+    monkeypatch.setattr(chunks, "on_valid_tokens", on_all_tokens)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

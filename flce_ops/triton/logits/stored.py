@@ -32,6 +32,9 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 # n rows, R of them with saved logits, V vocabulary, T tiles along it
 
 STEPS = tl.constexpr(2048.0)
+# The last bit of a float32 number from here to 2^24 counts ones: the low bits of ONES + k are the integer k. An H100
+# converts floats to integers at an eighth of the rate at which it adds, and a stored logit needs one conversion each way.
+ONES = tl.constexpr(2.0**23)
 
 
 class StoredLogits(NamedTuple):
@@ -67,10 +70,10 @@ def to_stored(u, DTYPE: tl.constexpr):
     if DTYPE == tl.int16:
         # z - max is rounded once on a GPU, in one operation with the product that z is, so it may be a little above 0
         u = tl.minimum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        code = 0.5 - STEPS * (u + 1.0)
-        fixed = (code >= 0.5) & (code < 32768.0)
+        code = u * -STEPS + (ONES - STEPS)
+        fixed = (code >= ONES) & (code < ONES + 32768.0)
         half = u.to(tl.float16).to(tl.int16, bitcast=True) | -32768  # the sign bit marks float16, for u = 0 too
-        return tl.where(fixed, code.to(tl.int16), half)
+        return tl.where(fixed, code.to(tl.int32, bitcast=True).to(tl.int16), half)
     else:
         return u
 
@@ -78,7 +81,8 @@ def to_stored(u, DTYPE: tl.constexpr):
 @triton.jit
 def from_stored(numbers):
     if numbers.dtype == tl.int16:
-        fixed = numbers.to(tl.float32) * (-1.0 / STEPS) - 1.0
+        code = (numbers.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)  # ONES + numbers
+        fixed = code * (-1.0 / STEPS) + (ONES / STEPS - 1.0)
         return tl.where(numbers >= 0, fixed, numbers.to(tl.float16, bitcast=True).to(tl.float32))
     else:
         return numbers
