@@ -44,8 +44,8 @@ def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
         return len(one) == len(other) and all(holds(size == beside) for size, beside in zip(one, other))
 
 
-PER_TOKEN = ("target", "target_weight", "token_weight", "advantages", "old_log_probs", "ref_log_probs")
-PER_TOKEN += ("teacher_input", "teacher_probs")
+OF_POLICY, OF_TEACHER = ("advantages", "old_log_probs", "ref_log_probs"), ("teacher_input", "teacher_probs")
+PER_TOKEN = ("target", "target_weight", "token_weight", *OF_POLICY, *OF_TEACHER)
 
 
 def assert_counts(op: str, given: dict[str, Any], rows: Tensor) -> None:  # (..., D) or (..., V)
