@@ -9,7 +9,7 @@
     flce::cross_entropy_with_grad_               of given logits: writes the gradient over the logits
     flce::linear_cross_entropy_upstream{,_}      multiplies gradients in a traced backward: made_in_forward.py
 
-Given logits are an input without linear_weight. All have the same layout of dispatch keys:
+Given logits are an input without linear_weight. All but the last have the same layout of dispatch keys:
 
     AutocastCPU, AutocastCUDA          cast the operands as autocast casts those of F.linear
     FuncTorchDynamicLayerFrontMode     torch.func: function.py
@@ -48,7 +48,7 @@ from .made_in_forward import MULTIPLY, multiply, multiply_in_place
 from .paths import facts_of
 from .saved_logits import saved_notes
 
-OPERANDS = {"input", "linear_weight", "linear_bias", *TEACHER[:3]}
+CAST = {"input", "linear_weight", "linear_bias", *TEACHER[:3]}  # by autocast
 
 
 has_autocast = functools.cache(torch.amp.is_autocast_available)
@@ -69,7 +69,7 @@ def autocast_operands(device_type: str, *operands: Tensor | None) -> tuple[Tenso
 
 def cast_operands(call: Any, device_type: str) -> None:
     """Casts the operands of an entry operator's call in place."""
-    operands = {name: value for name, value in vars(call).items() if name in OPERANDS}
+    operands = {name: value for name, value in vars(call).items() if name in CAST}
     vars(call).update(zip(operands, autocast_operands(device_type, *operands.values())))
 
 
@@ -79,7 +79,7 @@ def autocast_kernel(arguments: type[Arguments], device_type: str) -> Callable:
     Backward operators and operators of given logits cast nothing: backward gets the operands that forward used, and
     given logits keep the caller's dtype.
     """
-    casts = [index for name, index in arguments.index.items() if name in OPERANDS]
+    casts = [index for name, index in arguments.index.items() if name in CAST]
     if "_backward" in arguments.op:
         casts = []
 

@@ -112,11 +112,11 @@ class OperatorFunction(Function):
             ctx.differentiable = [
                 has and requested(result, call) for has, result in zip(cls.derivatives, cls.arguments.results)
             ]
-        constants = []
+        without = []
         for result, has in zip(output, ctx.differentiable):
             if not has:
-                constants.append(result)
-        ctx.mark_non_differentiable(*constants)
+                without.append(result)
+        ctx.mark_non_differentiable(*without)
         save(ctx, cls.arguments, values, *cls.for_backward(ctx, values, output))
 
     @classmethod
@@ -213,13 +213,13 @@ def save(ctx, arguments: type[Arguments], values: list[Any], *results: Tensor) -
     for index in arguments.tensor_lists:
         tensors += values[index] or ()
         values[index] = values[index] and len(values[index])
-    ctx.constants = values
+    ctx.values = values
     ctx.save_for_backward(*tensors, *results)
 
 
 def restore(ctx, arguments: type[Arguments]) -> tuple[list[Any], tuple[Tensor, ...]]:
     """The values of the call, and the saved results."""
-    values, saved = list(ctx.constants), saved_tensors(ctx)
+    values, saved = list(ctx.values), saved_tensors(ctx)
     for index, tensor in zip(arguments.tensor_places, saved):
         values[index] = tensor
     after = len(arguments.tensor_places)

@@ -203,11 +203,11 @@ ASKED_AFTERWARDS = (
 
 
 class WithGradInPlaceFunction(WithGradFunction):
-    """Same as the class above, but the gradient overwrites the logits. The root is the tensor whose elements the logits
-    are a view of. The root is returned, too, and marked dirty, so autograd's version check refuses backward functions
-    that saved it earlier. If a gradient arrives for the returned root, some code has read the gradient as if it were
-    logits, and an error says so. (Marking the view instead of the root dirty would copy the root.) The gradient of the
-    logits flows to the operation that computed them.
+    """A WithGradFunction whose gradient overwrites the logits. The root is the tensor whose elements the logits are a
+    view of. The root is returned, too, and marked dirty, so autograd's version check refuses backward functions that
+    saved it earlier. If a gradient arrives for the returned root, some code has read the gradient as if it were logits,
+    and an error says so. (Marking the view instead of the root dirty would copy the root.) The gradient of the logits
+    flows to the operation that computed them.
     """
 
     arguments = WithGradInPlace
@@ -282,7 +282,7 @@ def asked_since(reference: Callable, before: tuple[bool, bool]) -> bool:
 def traced_leaf(logits: Tensor) -> Tensor | None:
     """While AOTAutograd traces: the nearest tensor from which the logits are computed and which no operation made.
 
-    A compiled backward refuses to be differentiated only if it reads such a tensor. `multiply_by_grad_output` would
+    A compiled backward refuses to be differentiated only if it reads such a tensor. `multiplied` would
     take the logits themselves, but they must not be kept.
     """
     if type(logits) in (Tensor, torch.nn.Parameter):
@@ -304,7 +304,7 @@ class KlDivWithGradFunction(KlDivFunction, MadeInForward):
     @classmethod
     def for_backward(cls, ctx, values, results):
         """Drops the arguments that only forward reads, so that they are not kept until backward. Drops input, too, if
-        `leaf` can be a parameter (made_in_forward.py).
+        the `leaf` of of_cotangents can be a parameter.
         """
         index = KlDivWithGrad.index
         for name in (*TEACHER, "valid", "row_scale", *(["input"] if any(values[index["output_mask"]][1:]) else [])):

@@ -5,6 +5,8 @@
     rows/             kernels over rows of tokens, before and after the GEMMs
     sparse/           sparse gradients: the entries that are kept
     logits/           logits in memory: saved for backward, of both models in linear_kl_div, given to cross_entropy
+    kernel.py         the decorator of every kernel
+    first_call.py     the first call of a head compiles its kernels in parallel
 
 This package is imported only when a CUDA kernel of an operator runs.
 """

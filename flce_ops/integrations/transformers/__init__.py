@@ -15,6 +15,7 @@ After that, the operator computes `model(input_ids, labels=labels).loss`. Withou
     output_hooks.py           finds hooks that need the logits
     no_logits.py              the object that replaces the logits in an output
     output_metrics.py         metrics of the loss, as further fields of an output
+    liger.py                  refuses a model whose loss is Liger-Kernel's
     trainer.py                tells a model when Trainer needs logits, and when Trainer smooths labels
 """
 

@@ -6,7 +6,7 @@
     F.cross_entropy(shifted.view(-1, V), labels)  self.lm_head(shifted hidden, target=labels, loss=Loss(steps, ...))
 
 The model's own code runs, so nobody has to know it. What selects tokens is done to the hidden states. What scales, caps
-or shifts logits is written down as a step, and the head does it in its loss (affine.py). Shape, dtype and device need
+or shifts logits is written down as a step, and the head does it in its loss (loss.py). Shape, dtype and device need
 no logits. Everything else raises NotImplementedError, so no transformation is lost.
 
 `logits *= scale` changes the object. Other Logits of the same memory, its views, are then out of date, and their use

@@ -178,7 +178,7 @@ def input_gradient_kernel(
     BLOCK_N: tl.constexpr,  # features
     BLOCK_K: tl.constexpr,  # classes
     PROGRAMS: tl.constexpr,
-    STEPS: tl.constexpr,  # main-loop steps of a range, if V is split into ranges (input_gradient.py); else 0
+    STEPS: tl.constexpr,  # main-loop steps of a range, if V is split into ranges; else 0
 ):
     count = valid_rows(valid_tokens, n)
     row_blocks = tl.cdiv(count, BLOCK_M)
@@ -267,7 +267,7 @@ def launch_input_gradient(
     valid_tokens: ValidTokens,
     product: Tensor,  # flat float32 memory
     blocks: ClassBlocks = EVERY_BLOCK,
-    by_ranges: bool = False,  # batch_invariant (input_gradient.py)
+    by_ranges: bool = False,  # V is split into ranges, for batch_invariant
 ) -> None:
     (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
     tiles = input_tiles_for(linear_weight, some_classes=blocks.number is not None)

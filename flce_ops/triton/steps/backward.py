@@ -118,7 +118,8 @@ def make_again(
     out: Tensor,  # (n, V)
 ) -> None:
     """Writes G by the logits GEMM. With batch_invariant, the logits are rounded as saved ones are."""
-    (n, classes), operands, logits = out.shape, (rows, *call.operands[1:4:2]), backend_for(rows).logits
+    (n, classes), logits = out.shape, backend_for(rows).logits
+    operands = rows, call.operands.linear_weight, call.operands.linear_bias
     if not call.batch_invariant or call.logits.softcap is not None:  # under a softcap forward saves none
         logits(*operands, factors, call.logits, valid_tokens, out=out)
         return

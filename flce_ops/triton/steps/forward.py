@@ -156,7 +156,7 @@ def forward_chunks(tokens: int, row_bytes: int, retained: int) -> list[slice]:
     """Chunks of rows that take `row_bytes` each, for partial sums and the gathered token. Rows whose logits are saved
     come first, in separate chunks.
     """
-    rows_that_fit = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
-    at_most, first = min(max(rows_that_fit, MULTIPLE), FORWARD_ROWS), min(retained, tokens)
+    fitting = get_workspace() // row_bytes // MULTIPLE * MULTIPLE
+    at_most, first = min(max(fitting, MULTIPLE), FORWARD_ROWS), min(retained, tokens)
     others = [slice(first + rows.start, first + rows.stop) for rows in slices(tokens - first, at_most)]
     return slices(first, at_most) + others

@@ -62,7 +62,7 @@ def wanted_gradients(grads: Sequence[Tensor], call: Any) -> Gradients:
 def write_input_gradient(
     out: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
-    exponentials: Tensor,  # (n, V)
+    matrix: Tensor,  # (n, V), G or E
     finish: Finish,
     valid_tokens: ValidTokens,
     memory: Tensor,  # flat float32
@@ -80,7 +80,7 @@ def write_input_gradient(
         at_once = memory.shape[0] // of_row // MULTIPLE * MULTIPLE
     for rows in slices(out.shape[0], at_once):
         of_rows = finish.of(rows), valid_tokens.of(rows), memory, blocks, by_ranges
-        backend_for(out).input_gradient(out[rows], exponentials[rows], linear_weight, *of_rows)
+        backend_for(out).input_gradient(out[rows], matrix[rows], linear_weight, *of_rows)
 
 
 class ChunkGradient(NamedTuple):
