@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..math.options import Operands
-from ..math.weights_and_denominator import quotient
+from ..math.token_weights_and_denominator import quotient
 
 # N tokens of this rank, K classes of a target, D hidden, V vocabulary, v of them on this rank
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..math.sparse_gradient import SparseGradient
 from ..math.statistics import shards_of_classes
-from ..math.weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
+from ..math.token_weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
 from ..meta.checks import check_dense, same_shape
 from ..support.refusals import refuse_hole
 from ..support.sizes import SYMBOLIC, cdiv
@@ -132,7 +132,7 @@ class Layout(OneRank):
         return tensor.redistribute(self.mesh, self.tokens) if isinstance(tensor, DTensor) else tensor
 
     def sum_over_tokens(self, part: Tensor) -> Tensor:
-        """The sum of the parts of all ranks, such as a mean's denominator (math/weights_and_denominator.py)."""
+        """The sum of the parts of all ranks, such as a mean's denominator (math/token_weights_and_denominator.py)."""
         return SumOverRanks.apply(self.mesh, self.part_of_tokens, part).to_local()
 
     def quotient(self, loss: Tensor | None, total: Tensor, denominator: Tensor | None) -> DTensor:

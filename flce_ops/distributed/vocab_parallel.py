@@ -45,7 +45,7 @@ from ..math.statistics import (
     logit_sum_of_shards,
     statistics_of_shards,
 )
-from ..math.weights_and_denominator import Reduction
+from ..math.token_weights_and_denominator import Reduction
 from ..meta.arguments import Forward, WithGrad
 from ..objectives.cross_entropy import losses_of_rows
 from ..ops.autograd import finite_in_empty_rows

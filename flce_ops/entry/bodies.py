@@ -26,7 +26,7 @@ from torch import Tensor
 from ..distributed import OneRank, any_dtensor, vocab_parallel
 from ..math.options import Number, Operands, Statistics, TokenLosses, TokenStatistics, accumulation_dtype
 from ..math.statistics import log_probs_of_rows, log_probs_of_targets
-from ..math.weights_and_denominator import Reduction, accuracy_of, count_right_and_valid, target_is_argmax
+from ..math.token_weights_and_denominator import Reduction, accuracy_of, count_right_and_valid, target_is_argmax
 from ..meta.arguments import (
     CrossEntropy,
     CrossEntropyMetrics,

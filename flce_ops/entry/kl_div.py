@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..distributed import OneRank
 from ..math.options import KlDivOperands, KlDivOptions, LogitNumbers, Number, accumulation_dtype, logit_options, scalar
-from ..math.weights_and_denominator import mean_denominator, row_factor, weighted_sum, weightless
+from ..math.token_weights_and_denominator import mean_denominator, row_factor, weighted_sum, weightless
 from ..meta.arguments import CrossEntropy, KlDiv, KlDivForward, KlDivWithGrad
 from ..objectives.divergence import KINDS, smoothed_and_weighted
 from ..ops.paths import gradients_wanted, loss_facts, needs_gradient, path_of_loss

@@ -33,7 +33,7 @@ from ..math.options import (
     scalar,
 )
 from ..math.statistics import Rows, asked_of_rows
-from ..math.weights_and_denominator import Reduction, denominator_of, row_factor, weighted_sum, without_weightless
+from ..math.token_weights_and_denominator import Reduction, denominator_of, row_factor, weighted_sum, without_weightless
 from ..meta.arguments import (
     CrossEntropy,
     CrossEntropyMetrics,

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ..distributed import any_dtensor
 from ..math.options import Number, Statistics, TokenStatistics, accumulation_dtype, scalar
-from ..math.weights_and_denominator import mean_denominator, nan_for_nothing
+from ..math.token_weights_and_denominator import mean_denominator, nan_for_nothing
 from ..meta.arguments import CrossEntropy
 from ..meta.checks import check_dense, check_device, check_per_class
 from ..support.refusals import refuse_hole

@@ -20,7 +20,7 @@ from ..math.options import (
     Statistics,
 )
 from ..math.sparse_gradient import SparseGradient
-from ..math.weights_and_denominator import Reduction
+from ..math.token_weights_and_denominator import Reduction
 from ..objectives.cross_entropy import LossNumbers, LossOptions
 from ..objectives.policy import PolicyNumbers, PolicyTokens
 from .call import Arguments, Result, class_index, gradients, lse_pair, scalar, token, topk

@@ -50,7 +50,7 @@ from ..math.options import (
     scalar_unless,
 )
 from ..math.statistics import Rows, surprisal
-from ..math.weights_and_denominator import class_weight_of
+from ..math.token_weights_and_denominator import class_weight_of
 
 # N tokens, K classes of each
 

@@ -64,7 +64,7 @@ def test_an_upgraded_package_runs_its_own_code(tmp_path):
     loss, hits, misses = old["steps"][0]
     assert (hits, misses, old["tag"]) == (0, 1, tag)
 
-    source = root / "flce_ops" / "math" / "weights_and_denominator.py"
+    source = root / "flce_ops" / "math" / "token_weights_and_denominator.py"
     line = "return valid.sum(dtype=dtype)"
     assert source.read_text().count(line) == 1
     source.write_text(source.read_text().replace(line, "return 2 * valid.sum(dtype=dtype)"))

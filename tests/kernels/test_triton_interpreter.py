@@ -20,14 +20,14 @@ from test_gradient_gemms import valid_tokens_of
 import flce_ops
 from flce_ops import aten
 from flce_ops.math.options import LogitOptions, Operands
-from flce_ops.math.weights_and_denominator import Reduction
+from flce_ops.math.token_weights_and_denominator import Reduction
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
 from flce_ops.triton.gemm.epilogues import Largest
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.after_chunks import LossSum, launch_after_chunks
+from flce_ops.triton.rows.bias_and_tile_sums import weighted_column_sum
 from flce_ops.triton.rows.gather_tokens import launch_gather_targets
 from flce_ops.triton.rows.gradient_factors import launch_set_entries
-from flce_ops.triton.rows.sums import weighted_column_sum
 
 pytestmark = IN_INTERPRETER
 

@@ -11,7 +11,7 @@ from reference_policy import function_of_policy, make_policy
 from test_policy import KL, OBJECTIVES
 
 from flce_ops.aten.cross_entropy import with_grad
-from flce_ops.math.weights_and_denominator import Reduction
+from flce_ops.math.token_weights_and_denominator import Reduction
 
 pytest.importorskip("triton")
 

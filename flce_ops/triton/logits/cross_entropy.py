@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ... import meta
 from ...math.options import Cotangents
-from ...math.weights_and_denominator import Reduction
+from ...math.token_weights_and_denominator import Reduction
 from ...meta.arguments import Backward, Forward, WithGrad, WithGradInPlace
 from ...meta.call import takes
 from ...objectives.cross_entropy import CrossEntropy, RowNumbers

@@ -41,8 +41,8 @@ from ..gemm.backends import backend_for
 from ..gemm.epilogues import MaxSum
 from ..gemm.tiles import Matrix, load_tile
 from ..kernel import Kernel
+from ..rows.bias_and_tile_sums import launch_max_and_sum, launch_sum_tiles
 from ..rows.logit_numbers import store_pair
-from ..rows.sums import launch_max_and_sum, launch_sum_tiles
 from ..rows.valid_tokens import ValidTokens, row_distance, row_vectors, valid_rows
 from .stored import StoredLogits, log_probabilities, stored_logits
 from .stored_tiles import Pair, launch_stored_tiles, row_pair, vectors_of_pair

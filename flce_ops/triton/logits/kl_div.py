@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ... import meta
 from ...math.statistics import all_gather, all_reduce, shard_rows
-from ...math.weights_and_denominator import Reduction
+from ...math.token_weights_and_denominator import Reduction
 from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL

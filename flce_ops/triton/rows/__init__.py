@@ -9,7 +9,7 @@ row_numbers.py           lse, entropy and other numbers of rows; those that a fu
 gradient_factors.py      in backward, where lse is known: the factors of G, and its entries at the targets
 target_rows.py           exact weight gradients of classes that are the target of few tokens
 smoothing.py             label smoothing's part of the logit gradient
-sums.py                  sums over tokens, the gradient of the bias among them, and over the tiles of a row
+bias_and_tile_sums.py    sums over tokens, the gradient of the bias among them, and over the tiles of a row
 after_chunks.py          the scalar loss, and rows of grad_input at their tokens' places; the scalar that backward
                          receives
 """

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...math.weights_and_denominator import Reduction
+from ...math.token_weights_and_denominator import Reduction
 from ...support.sizes import cdiv
 from ..gemm.tiles import interpreted, load_tile, matrix_of, store_tile
 from ..kernel import Kernel

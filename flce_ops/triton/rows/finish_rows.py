@@ -22,21 +22,21 @@ from torch import Tensor
 
 from ...math.options import LogitOptions
 from ...math.statistics import lse_of_shards
-from ...math.weights_and_denominator import Reduction
+from ...math.token_weights_and_denominator import Reduction
 from ...objectives.cross_entropy import RowNumbers, RowObjective
 from ...objectives.in_triton import LN2, number
 from ...support.sizes import cdiv
 from ..gemm.tiles import in_dtype_of, load_tile, matrix_of, store_tile
 from ..kernel import Kernel
 from .after_chunks import scale_of_rows
+from .bias_and_tile_sums import RowSums, sum_of_tiles
 from .gather_tokens import larger_entry, sum_of_equals, topk_at_a_time
 from .logit_numbers import sum_from_lse
-from .sums import RowSums, sum_of_tiles
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes of a token, V vocabulary, R ranks that share it
 
-ROWS = tl.constexpr(16)  # rows of a program if a token has one class; sums.py says why
+ROWS = tl.constexpr(16)  # rows of a program if a token has one class; bias_and_tile_sums.py says why
 TILES = tl.constexpr(256)  # tiles whose sums a program reads at a time
 COLUMNS = tl.constexpr(512)  # of a token that a program multiplies at a time
 # The slopes are divided by d_lse. If |d_lse| is below this fraction of the slopes, it is replaced by the fraction. This

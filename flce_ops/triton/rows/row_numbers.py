@@ -27,10 +27,10 @@ from ...objectives.in_triton import LN2, number
 from ...objectives.token_function import FunctionObjective, GivenLosses, LossesOfRows, Slopes
 from ...support.sizes import cdiv
 from ..kernel import Kernel, launches
+from .bias_and_tile_sums import Asked, RowSums, sum_of_tiles
 from .finish_rows import ROWS, TILES, Tokens, row_sums
 from .gather_tokens import AtTarget, topk_at_a_time
 from .logit_numbers import rescaled, store_pair, sum_from_lse, surprisal_in_nats
-from .sums import Asked, RowSums, sum_of_tiles
 from .valid_tokens import ValidTokens, row_vectors, valid_rows
 
 # N tokens, n rows of a chunk, K classes and C numbers of a token, V vocabulary (of this rank), T tiles along it

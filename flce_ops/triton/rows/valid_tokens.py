@@ -5,9 +5,9 @@
     total   the number of valid tokens, on the device          kernels stop there
     place   each token's place in `order`, -1 if ignored       moves rows back at the end                after_chunks.py
 
-A token of weight 0 arrives here as an ignored one (without_weightless in math/weights_and_denominator.py). The flag of
-a target outside [0, V) is set here, too. The host launches the chunks that all N tokens would take. Kernels of a chunk
-without valid tokens return immediately.
+A token of weight 0 arrives here as an ignored one (without_weightless in
+math/token_weights_and_denominator.py). The flag of a target outside [0, V) is set here, too. The host launches the
+chunks that all N tokens would take. Kernels of a chunk without valid tokens return immediately.
 """
 
 from typing import NamedTuple

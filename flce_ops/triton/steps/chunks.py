@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...math.options import Operands
-from ...math.weights_and_denominator import Reduction
+from ...math.token_weights_and_denominator import Reduction
 from ...meta.call import Arguments
 from ...support.path import record_run
 from ...support.sizes import cdiv

@@ -31,10 +31,10 @@ from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
 from ..gemm.tiles import tiles_for
 from ..logits.stored import StoredLogits, clear_unused, saved_logits
+from ..rows.bias_and_tile_sums import NOTHING_ELSE, Asked, RowSums, weighted_column_sum
 from ..rows.copy_rows import with_padded_features
 from ..rows.gather_tokens import AtTarget, launch_gather_targets
 from ..rows.row_numbers import RowOutputs, launch_row_numbers
-from ..rows.sums import NOTHING_ELSE, Asked, RowSums, weighted_column_sum
 from ..rows.valid_tokens import ValidTokens, compact_tokens, room_for_rows
 from .chunks import MULTIPLE, make_vectors_contiguous, record_chunks, slices
 

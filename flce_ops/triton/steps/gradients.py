@@ -1,7 +1,7 @@
 """Which gradients a step makes, the GEMMs of a chunk's G, and how gradients are finished after all chunks.
 
 for each chunk:     rows = its valid tokens; G         by the step: one_pass_step.py, backward.py, logits/kl_div.py
-                    grad_linear_bias += sum of G over rows                                           sums.py
+                    grad_linear_bias += sum of G over rows                                    bias_and_tile_sums.py
                     grad_linear_weight += G.T @ rows                                             weight_gradient.py
                     grad_input[rows] = G @ linear_weight                                          input_gradient.py
 """
@@ -18,7 +18,7 @@ from ..gemm.backends import backend_for
 from ..gemm.input_gradient import SUMMED, Finish, products_of_ranges
 from ..gemm.tiles import EVERY_BLOCK, ClassBlocks
 from ..rows.after_chunks import LossSum, launch_after_chunks
-from ..rows.sums import weighted_column_sum
+from ..rows.bias_and_tile_sums import weighted_column_sum
 from ..rows.target_rows import launch_target_rows
 from ..rows.valid_tokens import ValidTokens
 from .chunks import MULTIPLE, Chunking, slices

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from ...math.options import Operands, Statistics, TokenStatistics
 from ...math.statistics import argmax_of_shards
-from ...math.weights_and_denominator import Reduction
+from ...math.token_weights_and_denominator import Reduction
 from ...objectives.cross_entropy import RowObjective
 from ...objectives.token_function import FunctionObjective
 from ..gemm.input_gradient import Finish
+from ..rows.bias_and_tile_sums import RowSums, launch_sum_tiles
 from ..rows.finish_rows import FinishedRows, Tokens, launch_finish_rows, shard_numbers
 from ..rows.gather_tokens import launch_gather_targets
 from ..rows.gradient_factors import launch_set_entries
 from ..rows.row_numbers import launch_row_statistics, launch_token_function, sums_for
 from ..rows.smoothing import launch_smoothing
-from ..rows.sums import RowSums, launch_sum_tiles
 from ..rows.target_rows import TOKENS_AT_MOST
 from ..rows.valid_tokens import ValidTokens
 from .chunks import Chunking, padded
