@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..math.sparse_gradient import SparseGradient
 from ..math.statistics import shards_of_classes
 from ..math.weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
-from ..meta.checks import check_dense
+from ..meta.checks import check_dense, same_shape
 from ..support.refusals import refuse_hole
 from ..support.sizes import SYMBOLIC, cdiv
 from . import OneRank
@@ -316,7 +316,7 @@ def check_plain_target(target: Tensor, input: Tensor, op: str) -> None:
     may be a mistake.
     """
     tokens = target.shape[: input.dim() - 1]  # K classes may follow as a dimension
-    if isinstance(target, DTensor) or tokens == input.shape[:-1]:
+    if isinstance(target, DTensor) or same_shape(tokens, input.shape[:-1]):
         return
     input = cast(DTensor, input)  # layout_of refuses plain tensors
     hint = ""

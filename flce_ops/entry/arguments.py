@@ -15,7 +15,7 @@ from ..math.options import TEACHER, KlDivOperands, Number, accumulation_dtype
 from ..math.sparse_gradient import SparseGradient
 from ..meta import checks
 from ..meta.arguments import CrossEntropy, KlDiv, LogitsCrossEntropy, LogProbs, PolicyLoss, TokenLoss
-from ..meta.checks import same_shape
+from ..meta.checks import holds, same_shape
 from ..objectives import cross_entropy, divergence, policy, token_function
 from ..support.refusals import hint_of_target, refuse_hole
 from ..support.sizes import SYMBOLIC, known_only_when_it_runs
@@ -59,7 +59,8 @@ def check_logits(op: str, call: LogitsCrossEntropy) -> None:
         raise ValueError(f"{op}: expected logits of shape (..., V) with at least one class, got {tuple(logits.shape)}")
     checks.check_target_dtype(op, target)
     if not same_shape(target.shape, logits.shape[:-1]):
-        hint = hint_of_target(target, logits, "logits", logits.shape[-1])
+        unknown = known_only_when_it_runs(*target.shape, *logits.shape)
+        hint = "" if unknown else hint_of_target(target, logits, "logits", logits.shape[-1])
         what = f"one class index per row of logits {tuple(logits.shape)}, got"
         check_shape(op, "target", target, logits.shape[:-1], what, hint)
     checks.check_device(op, logits, "logits", target=target)
@@ -217,17 +218,21 @@ def check_class_indices(op: str, target: Tensor, input: Tensor, linear_weight: T
     if target.dtype not in checks.TARGET_DTYPES:
         checks.check_target_dtype(op, target)
     tokens = tuple(input.shape[:-1])
-    if topk and (not same_shape(target.shape[:-1], tokens) or target.dim() != input.dim() or not target.shape[-1]):
+    if topk and not (
+        target.dim() == input.dim() and same_shape(target.shape[:-1], tokens) and holds(target.shape[-1] > 0)
+    ):
         raise ValueError(
             f"{op}: expected target of shape {tokens} + (K,), K class indices (at least one) per token of input "
             f"{tuple(input.shape)}, got {tuple(target.shape)}"
         )
     if not topk and not same_shape(target.shape, tokens):
-        hint = hint_of_target(target, input, "input", linear_weight.shape[0], probabilities=op == OP)
-        if not hint and op == OP and target.dim() == input.dim() and target.shape[:-1] == tokens:
-            hint = "; several classes a token need target_weight, a weight for each"
-        if target.shape == linear_weight.shape[:-1]:
-            hint = "; are input and linear_weight swapped?"
+        hint = ""
+        if not known_only_when_it_runs(*target.shape, *tokens):  # a comparison would be a guard
+            hint = hint_of_target(target, input, "input", linear_weight.shape[0], probabilities=op == OP)
+            if not hint and op == OP and target.dim() == input.dim() and target.shape[:-1] == tokens:
+                hint = "; several classes a token need target_weight, a weight for each"
+            if target.shape == linear_weight.shape[:-1]:
+                hint = "; are input and linear_weight swapped?"
         check_shape(op, "target", target, tokens, f"one class index per token of input {tuple(input.shape)}, got", hint)
 
 

@@ -24,6 +24,7 @@ from ..entry import BODIES, ENTRIES
 from ..entry.arguments import resolve_ignore_index
 from ..entry.rewrites import shifted_target, with_learnt_scale
 from ..math.options import number_tensor
+from ..meta.checks import assert_counts
 from ..support.refusals import hint_of_type, refuse_class_weight, refuse_hole, refuse_name
 from ..support.torch_private import profiler_is_on
 
@@ -179,6 +180,8 @@ def prepared(name: str, given: dict[str, Any]) -> dict[str, Any]:
         given["target"] = target = shifted_target(name, target, rows, given.get("ignore_index", -100))
     if given.get("ignore_index", -100) != -100:
         given["ignore_index"] = resolve_ignore_index(name, given["ignore_index"], target)
+    if torch.compiler.is_compiling():
+        assert_counts(name, given, rows)
     return given
 
 

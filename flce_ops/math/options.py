@@ -255,8 +255,7 @@ def in_columns(per_target: Tensor) -> Tensor:  # (N,) or (N, K) -> (N, K)
 def repeats(target: Tensor) -> Tensor:  # (..., K) -> (..., K) bool
     """Whether the same class stands earlier in the same row."""
     ordered, order = target.sort(stable=True, dim=-1)
-    same = torch.zeros_like(target, dtype=torch.bool)
-    same[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    same = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
     return torch.zeros_like(same).scatter(-1, order, same)
 
 

@@ -98,8 +98,8 @@ def surprisal(target_logit: Tensor, pair: Tensor) -> Tensor:  # (N,) or (N, K), 
     """lse - target_logit, which is -log p of the target. It cannot be negative: a negative number is a rounding error
     of target_logit and becomes 0.
     """
-    reference, log_sum = (beside_topk(number, target_logit) for number in pair.unbind(-1))
-    distance = (reference.detach() - target_logit) + log_sum
+    reference, log_sum = (beside_topk(number, target_logit) for number in (pair[..., 0].detach(), pair[..., 1]))
+    distance = (reference - target_logit) + log_sum
     return distance - distance.detach().clamp(max=0.0)
 
 

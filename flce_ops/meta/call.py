@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ..math.options import Cotangents, accumulation_dtype
 from ..support.path import Choice
+from .checks import holds
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -360,13 +361,13 @@ def check_shapes(call: Any) -> None:
         fits = len(axes) <= len(shape) <= most
         for axis, size in zip(axes, shape):
             fits &= sizes.setdefault(axis, size) == size
-        if not fits:
+        if not holds(fits):
             known = ", ".join(f"{axis} = {sizes[axis]}" for axis in axes if axis in sizes)
             raise ValueError(f"{call.op}: expected {name} of shape ({', '.join(axes)}), {known}, got {tuple(shape)}")
         if tensor.device != device:
             raise ValueError(f"{call.op}: expected {name} on {device}, got {tensor.device}")
     for place, tensor in enumerate(vars(call).get("tensors") or ()):
-        if tensor.device != device or (tensor.dim() and tensor.shape[0] != sizes["N"]):
+        if tensor.device != device or not holds(not tensor.dim() or tensor.shape[0] == sizes["N"]):
             raise ValueError(
                 f"{call.op}: expected tensors[{place}] on {device} with {sizes['N']} rows or as a 0-d tensor, got "
                 f"{tuple(tensor.shape)} on {tensor.device}"

@@ -31,7 +31,7 @@ def holds(condition: bool | SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # a tracer has imported it
 
     if guard_or_true(condition):
-        assert_when_it_runs(condition)
+        assert_when_it_runs(condition, "flce_ops: expected sizes that are equal")
         return True
     return False
 
@@ -42,6 +42,24 @@ def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
         return one == other
     except RuntimeError:  # two unbacked sizes
         return len(one) == len(other) and all(holds(size == beside) for size, beside in zip(one, other))
+
+
+OF_POLICY, OF_TEACHER = ("advantages", "old_log_probs", "ref_log_probs"), ("teacher_input", "teacher_probs")
+PER_TOKEN = ("target", "target_weight", "token_weight", *OF_POLICY, *OF_TEACHER)
+
+
+def assert_counts(op: str, given: dict[str, Any], rows: Tensor) -> None:  # (..., D) or (..., V)
+    """Asserts numbers of tokens that only the run knows to be equal, with the argument's name. Dynamo traces this: what
+    an operator asserts loses its message.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
+
+    for name in PER_TOKEN:
+        tensor = given.get(name)
+        if tensor is not None:
+            for size, tokens in zip(tensor.shape, rows.shape[:-1]):
+                if guard_or_true(size == tokens) and not statically_known_true(size == tokens):
+                    assert_when_it_runs(size == tokens, f"{op}: expected {name} for as many tokens as the input has")
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -133,10 +133,10 @@ class TokenLoss:
         log_prob, count = numbers[0], numbers[0].shape[0]
         if isinstance(count, int) and not count:
             return log_prob.flatten().sum() + log_prob.new_empty(0)
-        # expanded, because vmap would let the function branch on a number that all tokens share
-        tensors = [tensor if tensor.dim() else tensor.expand(count) for tensor in tensors]
         if self.by_vector:
             return self.function(log_prob, *tensors)
+        # expanded, because vmap would let the function branch on a number that all tokens share
+        tensors = [tensor if tensor.dim() else tensor.expand(count) for tensor in tensors]
         try:
             with nullcontext() if type(log_prob) is Tensor else with_transforms():
                 return torch.func.vmap(self.of_token, randomness="error")(list(numbers), tensors)

@@ -117,7 +117,10 @@ def loss_facts(input: Tensor, *leaves: Tensor | None, **known) -> CallFacts:
 def given_logits_facts(logits: Tensor, handed_over: bool) -> CallFacts:
     """The facts of a scalar loss of these logits. `logits` may be a view that covers another tensor completely."""
     root = torch_private.root_of(logits)
-    whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel()
+    try:
+        whole = logits.is_contiguous() and root.is_contiguous() and root.numel() == logits.numel()
+    except RuntimeError:  # depends on a number of tokens that only the run knows
+        whole = False
     as_stored = root.dtype == logits.dtype and root.is_neg() == logits.is_neg()
     # if the gradient is retained, it would be retained on the tensor that overwrites the logits
     leaf = root.is_leaf or root.retains_grad or torch_private.comes_from_outside_a_traced_graph(root)

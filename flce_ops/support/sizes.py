@@ -27,12 +27,15 @@ def next_power_of_2(number: int) -> int:
 SYMBOLIC = (SymFloat, SymInt)
 
 
-def known_only_when_it_runs(number: Any) -> bool:
-    if not isinstance(number, SYMBOLIC):
-        return False
-    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+def known_only_when_it_runs(*numbers: Any) -> bool:
+    """Whether one of the numbers depends on data."""
+    for number in numbers:
+        if isinstance(number, SYMBOLIC):
+            from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
-    return has_free_unbacked_symbols(number)
+            if has_free_unbacked_symbols(number):
+                return True
+    return False
 
 
 def finite_in(dtype: torch.dtype, value: float) -> bool:
@@ -40,7 +43,7 @@ def finite_in(dtype: torch.dtype, value: float) -> bool:
     `dtype` rounds it to infinity, the graph divides by infinity.
     """
     largest = torch.finfo(dtype).max
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or isinstance(value, SYMBOLIC)):
         return -largest <= value <= largest
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 

@@ -33,7 +33,7 @@ from ..rows.valid_tokens import ValidTokens, valid_rows
 
 STEPS = tl.constexpr(2048.0)
 # The last bit of a float32 number from here to 2^24 counts ones: the low bits of ONES + k are the integer k. An H100
-# converts floats to integers at an eighth of the rate at which it adds, and a stored logit needs one conversion each way.
+# converts floats to integers at an eighth of the rate at which it adds, and stored logits need a conversion each way.
 ONES = tl.constexpr(2.0**23)
 
 
