@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .support.sizes import cdiv
-from .support.workspace import get_retained, get_workspace, least_rows
+from .support.workspace import get_retained, step_bytes
 
 # N tokens, D hidden, V vocabulary (of one GPU)
 
@@ -35,7 +35,7 @@ def plan(tokens: int, hidden: int, vocab: int, tflops: float, dtype: torch.dtype
     """The steps of torch and of this package. `vocab` is that of one GPU, `tflops` what its GEMMs reach."""
     logits, size = tokens * vocab, dtype.itemsize
     gradients = (tokens + vocab) * hidden * size
-    chunk = max(min(get_workspace(), logits * size), min(tokens, least_rows()) * vocab * size)
+    chunk = step_bytes(tokens, vocab * size)
     saved = min(get_retained(), logits * size)
     # float16 gradients wait for the loss scale, which only backward knows
     one_pass = (chunk, 3.0) if dtype != torch.float16 else (chunk + saved, 4.0 - saved / (logits * size))

@@ -45,7 +45,7 @@ from ..meta.call import AXES, Arguments, takes
 from ..objectives.token_function import zero_where
 from ..support.path import record_run
 from ..support.target_range import check_target_range
-from ..support.workspace import FLOAT32_SUM_BYTES, get_workspace
+from ..support.workspace import CPU_CHUNK_BYTES, CPU_ROWS, FLOAT32_SUM_BYTES, get_workspace
 
 # N tokens, n rows of a chunk or valid ones, K classes of a target, D hidden, V vocabulary
 
@@ -182,11 +182,6 @@ def with_zeroed_rows(body: Body, call: Arguments, results: Results, fills: Fills
             result.masked_fill_(ignored[:, None] if pair else ignored, fill)
 
 
-# On a CPU chunks stay below the workspace, since larger ones gain little: a step of 2048x512x32000 in bfloat16 on two
-# cores takes 0.57 s with chunks of 256 rows, 0.61 with 128, 0.69 with 64, 0.89 with 32. In float32 it takes 1.21, 1.37,
-# 1.72 and 2.4 s.
-CPU_CHUNK_BYTES = 16 << 20
-CPU_ROWS = 128
 # A chunk has at least this many rows, even if the workspace is smaller. (With fewer rows cuBLAS splits the sums of a
 # product and adds the parts in bfloat16 or float16.)
 ROWS_AT_LEAST = 128

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..support.compile_cache import add_function_to_key, digest_of_function
 from ..support.refusals import refuse_hole
-from ..support.torch_private import functorch_is_active, with_autograd, with_unwrapped
+from ..support.torch_private import functorch_is_active, with_autograd, with_transforms, with_unwrapped
 from .cross_entropy import RowFunction, RowObjective, Slope, of_tokens
 
 # N tokens, n of a chunk, K classes of each
@@ -93,20 +93,21 @@ class TokenLoss:
     ) -> tuple[Tensor, Slopes]:  # (n,)
         """With create_graph the results are differentiable. Otherwise they are constants, in an operator's kernel."""
         numbers = [log_prob] if lse is None else [log_prob, lse]
-        with nullcontext() if create_graph else with_autograd():
-            if create_graph:  # views, because log_prob may have been made of lse
-                numbers = [number.view_as(number) for number in numbers]
-            else:
-                numbers = [own(number).detach() for number in numbers]
-                if self.compiled is not None and self.ran and log_prob.shape[0]:
-                    with torch.no_grad():
-                        return self.compiled(numbers, [own(tensor) for tensor in tensors])
-                numbers = [number.requires_grad_() for number in numbers]
+        if create_graph:
+            # Views, because log_prob may have been made of lse. Under compiled autograd, AOTAutograd takes what
+            # torch.autograd.grad makes for constants, but not what vjp makes.
+            return self.by_vjp([number.view_as(number) for number in numbers], list(tensors))
+        with with_autograd():
+            numbers = [own(number).detach() for number in numbers]
+            if self.compiled is not None and self.ran and log_prob.shape[0]:
+                with torch.no_grad():
+                    return self.compiled(numbers, [own(tensor) for tensor in tensors])
+            numbers = [number.requires_grad_() for number in numbers]
             losses = self.losses(numbers, tensors)
             ones = losses.new_ones(()).expand_as(losses)
-            found = torch.autograd.grad(losses, numbers, ones, create_graph=create_graph, materialize_grads=True)
+            found = torch.autograd.grad(losses, numbers, ones, materialize_grads=True)
             self.ran = True
-            return losses if create_graph else losses.detach(), Slopes(*found)
+            return losses.detach(), Slopes(*found)
 
     def by_vjp(self, numbers: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor, Slopes]:
         """The losses and slopes, by functions that torch.compile traces."""
@@ -137,7 +138,8 @@ class TokenLoss:
         # expanded, because vmap would let the function branch on a number that all tokens share
         tensors = [tensor if tensor.dim() else tensor.expand(count) for tensor in tensors]
         try:
-            return torch.func.vmap(self.of_token, randomness="error")(list(numbers), tensors)
+            with nullcontext() if type(log_prob) is Tensor else with_transforms():
+                return torch.func.vmap(self.of_token, randomness="error")(list(numbers), tensors)
         except RuntimeError as error:
             raise RuntimeError(f"{self.op}: {self.name}, a function of one token: {error}") from error
 

@@ -20,6 +20,7 @@ from ..math.options import KlDivOptions, LogitOptions, numbers_of
 from ..meta.call import Arguments, requested
 from ..objectives.cross_entropy import LossOptions
 from ..support.refusals import refuse_hole, running
+from ..support.sizes import is_fake
 from ..support.torch_private import (
     PROBE,
     below_autograd,
@@ -28,6 +29,7 @@ from ..support.torch_private import (
     plain_apply,
     runs_in_this_backward,
 )
+from ..support.workspace import step_bytes
 
 # groups of options that hold numbers and tensors whose gradient is refused
 GROUPS = (LogitOptions, LossOptions, KlDivOptions)
@@ -101,7 +103,9 @@ class OperatorFunction(Function):
         # calls the operator again below autograd; if more torch.func transforms follow, they must see it, too
         positional, named = cls.arguments.split(values)
         with nullcontext() if functorch_is_active() else below_autograd():
-            return cls.arguments.operator(*positional, **named)
+            found = cls.arguments.operator(*positional, **named)
+        show_step_memory(cls.arguments, values)
+        return found
 
     @classmethod
     def setup_context(cls, ctx, inputs, output):
@@ -123,21 +127,19 @@ class OperatorFunction(Function):
     def backward_function(cls) -> Callable:
         """The function that autograd calls. Compiled autograd takes no method."""
 
-        check, beside = (
-            cls.check_cotangents,
-            cls.gradients_beside,
-        )  # Dynamo cannot compare a Function's attribute to None
+        # Dynamo cannot look into an attribute of a Function
+        arguments, check, beside = cls.arguments, cls.check_cotangents, cls.gradients_beside
 
         def backward(ctx, *cotangents):
             if check is not None:
                 check(ctx, *cotangents)
-            found = cls.of_cotangents(ctx, *cotangents)
+            found = cls.of_cotangents(arguments, ctx, *cotangents)
             return found if beside is None else (*found, *beside(ctx))
 
         return backward
 
     @classmethod
-    def of_cotangents(cls, ctx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def of_cotangents(cls, arguments: type[Arguments], ctx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the operator's arguments, None for those without one. Compiled autograd traces this method,
         and what it calls; Dynamo cannot trace super() in a Function's class method.
         """
@@ -146,11 +148,11 @@ class OperatorFunction(Function):
             given.append(cotangent if has else None)
             asked = asked or given[-1] is not None
         if not asked:
-            return cls.arguments.gradients()
-        values, saved = restore(ctx, cls.arguments)
+            return arguments.gradients()
+        values, saved = restore(ctx, arguments)
         outer, running.function = running.function, ctx.function
         try:
-            return cls.arguments.gradients(**cls.gradients(ctx, values, saved, *given))
+            return arguments.gradients(**cls.gradients(ctx, values, saved, *given))
         finally:
             running.function = outer
 
@@ -194,14 +196,38 @@ class OperatorFunction(Function):
                 if grad_enabled and values[index] is not None and values[index].requires_grad:
                     refuse_hole(add_op_namespace_prefix(arguments.op), "number", name=name)
             if functorch:
-                return cls.apply(*values)
+                try:
+                    return cls.apply(*values)
+                except RuntimeError as error:
+                    if "Functionalize rule" in str(error):
+                        refuse_hole(cls.called(), "functionalize")
+                    raise
             for tensor in tensors:
                 if grad_enabled and tensor is not None and tensor.requires_grad:
                     if cls.with_gradient is not None:
                         cls.with_gradient(values)
                     return cls.applied(*values)
         with below_autograd():
-            return arguments.dispatched(values)
+            found = arguments.dispatched(values)
+            show_step_memory(arguments, values)
+            return found
+
+
+def show_step_memory(arguments: type[Arguments], values: Sequence[Any]) -> None:
+    """Under a user's FakeTensorMode: allocates the temporary memory of the operator that has just returned.
+
+    A fake kernel allocates results alone, and torch's MemTracker sees no allocation inside of an operator. So this one
+    is an operator of its own, while the results are alive.
+    """
+    index = arguments.index
+    weight = values[index["linear_weight"]]
+    if weight is None or not is_fake(weight):  # given logits need only vectors
+        return
+    tokens, vocab = values[index["input"]].shape[0], weight.shape[0]
+    models = 2 if "teacher_probs" in index and values[index["teacher_probs"]] is None else 1
+    if isinstance(tokens, int) and isinstance(vocab, int):  # a comparison of symbolic sizes would be a guard
+        nbytes = step_bytes(models * tokens, vocab * weight.itemsize, weight.device.type)
+        weight.new_empty(nbytes, dtype=torch.uint8)
 
 
 def save(ctx, arguments: type[Arguments], values: list[Any], *results: Tensor) -> None:
@@ -274,7 +300,7 @@ class WithoutDerivative(OperatorFunction):
         ctx.function = running.function
 
     @classmethod
-    def of_cotangents(cls, ctx, *_):
+    def of_cotangents(cls, arguments, ctx, *_):
         refuse_hole(ctx.function or cls.function, cls.second_derivative)
 
 

@@ -25,6 +25,7 @@ from ..objectives.cross_entropy import cross_entropy_of
 from ..objectives.token_function import FunctionObjective, token_loss_named, zero_where
 from ..support import has_triton, made_by_nvidia
 from ..support.refusals import refuse_hole, running
+from ..support.sizes import is_fake
 from ..support.torch_private import (
     functorch_is_active,
     graph_is_kept_after_this_backward,
@@ -43,12 +44,14 @@ MULTIPLY = "linear_cross_entropy_upstream"
 
 def multiplied(made: list[Tensor], factor: Tensor, leaf: Tensor) -> list[Tensor]:
     """Each gradient in `made` times `factor`. Multiplies in place if nobody else can read the gradients."""
+    if torch.compiler.is_dynamo_compiling():  # compiled autograd, whose graph may run again
+        return getattr(ops, MULTIPLY).default(made, factor, leaf)
     plain = type(factor) is Tensor
     for grad in made:
         plain &= type(grad) is Tensor
     if is_batched(factor):  # is_grads_batched=True: a batch of factors
         return multiply(made, factor)
-    if not plain:
+    if not plain and not is_fake(factor):
         # A tensor subclass (functional, fake) means that the call is traced. AOTAutograd refuses a second derivative
         # only if the backward graph reads a tensor that requires a gradient. Gradients made in forward require none,
         # and would silently be treated as constants.
@@ -70,7 +73,7 @@ def multiply(made: Sequence[Tensor], factor: Tensor, leaf: Tensor | None = None)
 
 def multiply_in_place(made: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies in place. On NVIDIA GPUs a kernel does it, which returns immediately if the factor is 1."""
-    nvidia = bool(made) and made[0].device.type == "cuda" and made_by_nvidia()
+    nvidia = bool(made) and made[0].device.type == "cuda" and made_by_nvidia() and not is_fake(factor)
     if nvidia and made[0].dtype != torch.float64 and has_triton():
         from ..triton import launch_scale_in_place
 
@@ -107,8 +110,7 @@ class MadeInForward(OperatorFunction):
         return saved[1:]
 
     @classmethod
-    def of_cotangents(cls, ctx, grad_loss, *_):
-        arguments = cls.arguments
+    def of_cotangents(cls, arguments, ctx, grad_loss, *_):
         index, found = arguments.index, [None] * len(arguments.index)
         if grad_loss is None:
             return tuple(found)

@@ -27,6 +27,8 @@ HOLES = {
     "empty vmap": "vmap over an empty batch is not implemented; leave the call out where it is",
     "handed over in torch.func": "torch.func transforms are not implemented; call flce_ops.cross_entropy, which has "
     "them",
+    "functionalize": "torch.func.functionalize, with which torch's scan and associative_scan make gradients, takes no "
+    "autograd.Function; call it for all tokens at once, which it divides into chunks itself, or in torch's map",
     "torch.fx": "torch.fx.symbolic_trace is not implemented, since its Proxy (as {name}) has no shape or dtype; use "
     "torch.export.export, or torch.fx.wrap your function that makes the call",
     "onnx": "ONNX has no such operator; call torch's own formula there",

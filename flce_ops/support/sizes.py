@@ -7,10 +7,11 @@ unbacked. A condition on one cannot choose a branch while the graph is made. A c
 assumed then, and the graph asserts it when it runs: meta/checks.py.
 """
 
+import sys
 from typing import Any
 
 import torch
-from torch import SymFloat, SymInt
+from torch import SymFloat, SymInt, Tensor
 
 
 def cdiv(number: int, divisor: int) -> int:
@@ -47,3 +48,11 @@ def finite_in(dtype: torch.dtype, value: float) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return guard_or_true(-largest <= value) and guard_or_true(value <= largest)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor is of a FakeTensorMode that a user entered, and nothing records a graph."""
+    if not hasattr(tensor, "fake_mode") or torch.compiler.is_compiling():
+        return False
+    recorder: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return recorder is None or recorder.get_proxy_mode() is None

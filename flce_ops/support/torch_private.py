@@ -36,6 +36,15 @@ def with_autograd() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_transforms() -> Iterator[None]:
+    """torch.func in the body of an entry operator that a tracer runs below the keys of autograd and torch.func, as it
+    does in the regions of cond, map and nested_compile_region. Its modes stay.
+    """
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), AT_REST[1]):
+        yield
+
+
 # Collectives inside an operator, which a tracer records. torch.distributed's own write to their argument.
 collectives = torch.ops._c10d_functional
 

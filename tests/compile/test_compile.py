@@ -441,21 +441,3 @@ def test_a_number_that_chooses_a_formula_is_not_taken_from_data(sizes_and_number
     for loss, name in ((smoothed, "label_smoothing"), (mixed, "beta")):
         with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{name} chooses a formula.*from .item"):
             loss(*ignored_inputs())
-
-
-@pytest.mark.parametrize("forward", ["eager", "compiled"])
-@pytest.mark.parametrize("name", [*LOSSES_OF_TOKENS, "token_weight", "learnt scale"])
-def test_compiled_autograd_differentiates_it(name, forward):
-    functions = LOSSES_OF_TOKENS | {
-        "token_weight": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, token_weight=w[:1].expand(50, -1)[:, 0]),
-        "learnt scale": lambda x, w, t: flce_ops.linear_cross_entropy(x, w, t, logit_scale=w.mean()),
-    }
-    function, (input, linear_weight, target) = functions[name], ignored_inputs()
-    expected = value_and_gradients(function, input, linear_weight, target)[-2:]
-    input.grad = linear_weight.grad = None
-    found = (compiled(function)[0] if forward == "compiled" else function)(input, linear_weight, target)
-    loss = sum(value.sum() for value in tensors_of(found) if value.requires_grad)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        loss.backward()
-    for found, grad in zip((input.grad, linear_weight.grad), expected):
-        torch.testing.assert_close(found, grad, rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fresh_process import ROOT
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,11 @@ def test_below_autograd_skips_the_autograd_keys():
     with torch_private.below_autograd():
         assert not (x * 2).requires_grad
     assert (x * 2).requires_grad
+
+
+def test_with_transforms_runs_vmap_below_autograd_and_keeps_the_modes():
+    with FakeTensorMode(), torch_private.below_autograd(), torch_private.with_transforms():
+        assert isinstance(torch.func.vmap(lambda x: x + torch.ones(()))(torch.ones(2)), FakeTensor)
 
 
 def test_functorch_is_active_only_inside_a_transform():
