@@ -377,6 +377,16 @@ def test_16_bits_hold_every_logit_below_its_maximum():
     assert (found - u)[u > -17].abs().max() <= 1.01 * 2.0**-12
     as_half = (u > -1) | (u <= -17)
     assert torch.equal(found[as_half], u[as_half].half().float())
+    assert ((found - u)[u > -65504].abs() <= 2.0**-11 * u[u > -65504].abs() + 2.0**-25).all()
+
+
+def test_every_stored_number_keeps_its_value():
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).short()
+    u = torch.where(numbers >= 0, numbers.float() / -2048 - 1, numbers.view(torch.float16).float())
+    code, found = torch.empty_like(numbers), torch.empty_like(u)
+    round_trip_kernel[(1,)](u, code, found, u.numel(), BLOCK=2**16)
+    torch.testing.assert_close(found, u, rtol=0.0, atol=0.0, equal_nan=True)
+    assert torch.equal(code[numbers >= 0], numbers[numbers >= 0])
 
 
 @triton.jit

@@ -6,7 +6,7 @@
         -17 < u <= -1      -2048 (u + 1), rounded, not negative        within 2^-12: a probability within 1.7e-4
         others             the bits of u in float16, negative          within 2^-12 above -1; down to -65504 and -inf
 
-Logits, here and in all kernels, are in base 2: z log2 e. float16 alone holds u within 2^-12 |u|, and bfloat16 would
+Logits, here and in all kernels, are in base 2: z log2 e. float16 alone holds u within 2^-11 |u|, and bfloat16 would
 lose eight times as much. Fixed steps alone would need a least u. Exponentials cannot be stored instead: relative to
 their reference, the target's logit, they may be as large as 2^60, beyond float16's range. docs/numerics.md has the
 errors that each format would add.
