@@ -1,7 +1,8 @@
 """A small Llama in a zero-bubble pipeline with two stages a rank, for benchmarks.distributed.
 
 A step is forward and backward of all micro-batches. The last stage's loss makes its gradients in forward, or leaves
-them to backward, or is F.cross_entropy of float32 logits.
+them to backward, or is F.cross_entropy of float32 logits. Needs torch 2.13: the schedules of 2.11 take no autograd
+Function that joins input and parameters.
 """
 
 from __future__ import annotations

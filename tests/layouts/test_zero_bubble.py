@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
 
 import flce_ops
 
@@ -57,6 +58,9 @@ class Stage(nn.Module):
         return self.norm(self.block(self.embed(x)))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.13"), reason="torch 2.11's stage_backward_weight takes no autograd Function"
+)
 @pytest.mark.parametrize("loss", [mean, log_probs, policy, kl_div])
 @in_worlds(worlds(2, 4))
 def test_losses_and_gradients_are_those_of_one_process(device, loss):

@@ -231,6 +231,8 @@ def finish_rows_kernel(
     divisor = tl.where((divisor == 0.0) & (size == 0.0), 1.0, divisor)
     if d_sum is not None:
         smoothing = row_sum * (d_sum / divisor)
+        # as the two terms of an infinite slope, of which one is inf and the other -inf
+        smoothing = tl.where(tl.abs(row_factor) == float("inf"), float("nan"), smoothing)
         tl.store(finished.smoothing + i, smoothing, mask=mask)
 
     largest_size, largest = tl.full((), -1.0, tl.float32), tl.full((), 0.0, tl.float32)
