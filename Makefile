@@ -4,6 +4,7 @@
 # make test-all  every test that needs no GPU: what .ci/run calls, 10 minutes
 # make nightly   the tests with new inputs, 20,000 random cases on the CPU, 2,000 of the kernels in the interpreter, 10,000 steps
 # make matrix the core of the tests under the oldest torch and Triton that the package allows, and under the newest
+# make newest a short list of tests under the newest torch, Triton and Transformers
 # make test-gpu the tests that need a GPU, on all cards at once
 # make triton-versions  every kernel, interpreted and compiled, by the oldest and the newest Triton that the package allows (Linux)
 # make wheel  builds sdist and wheel into dist/, and tests the wheel in an environment that PYTHON makes: release/smoke.py
@@ -31,7 +32,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo check test test-all test-gpu nightly matrix triton-versions deepspeed wheel docs lint types format toolchain clean
+.PHONY: demo check test test-all test-gpu nightly matrix newest triton-versions deepspeed wheel docs lint types format toolchain clean
 
 demo: $(DEMO) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -70,6 +71,16 @@ MATRIX_TOOLS := "pytest>=9" "pytest-xdist>=3.8" "expecttest>=0.3"
 # Triton 3.6's interpreter does not work with numpy 2.4
 OLDEST := "torch==2.11.*" "numpy==2.2.*"
 NEWEST := torch numpy
+
+# What a new version breaks first, and a trainer.
+SHORT := torch_private compile export opcheck local_shapes distributed transformers_training
+
+newest:
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $(NEWEST) $(MATRIX_TOOLS) \
+	    transformers accelerate
+	$(VENV)-newest/bin/python -m pytest -m "not gpu and not multigpu" --quick $(PYTEST_WORKERS) $(PYTEST_ARGS) \
+	    $(SHORT:%=tests/*/test_%.py)
 
 matrix:
 	for versions in oldest newest; do \
