@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,7 +34,9 @@ class RecordCollectives(TorchDispatchMode):
         if func.namespace in NAMESPACES and name not in LOCAL:
             name = name.replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
             sent = next(leaf for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "numel"))
-            if sent.device.type != "meta":  # triton/first_call.py runs the kernel on meta tensors, and sends nothing
+            once = name == "all_gather" and sent.numel() == 1 and sent.dtype == torch.int64  # check_ranks_agree
+            # triton/first_call.py runs the kernel on meta tensors, and sends nothing
+            if sent.device.type != "meta" and not once:
                 self.calls.append((name, sent.numel() * sent.element_size()))
         if name in self.kernels and (kwargs or {}).get("group") is not None:
             # a mode does not see what a kernel calls, so run the kernel here

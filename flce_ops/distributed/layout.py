@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..math.sparse_gradient import SparseGradient
-from ..math.statistics import shards_of_classes
+from ..math.statistics import all_gather, shards_of_classes
 from ..math.token_weights_and_denominator import accuracy_of, count_right_and_valid, target_is_argmax
 from ..meta.checks import check_dense, same_shape
 from ..support.refusals import refuse_hole
@@ -190,7 +190,13 @@ def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
         layout, rows = layout_of_logits(op, **tensors), tensors["logits"]
     else:
         layout, rows = layout_of(op=op, **tensors), tensors["input"]
-    check_local_shapes(op, layout.mesh, tensors)
+    try:
+        check_local_shapes(op, layout.mesh, tensors)
+    except ValueError:
+        if layout.mesh.get_coordinate() is not None:
+            check_ranks_agree(op, layout, tensors, refused=True)
+        raise
+    check_ranks_agree(op, layout, tensors)
     if "teacher_input" in named:
         teacher = named["teacher_input"], named["teacher_weight"]
         check_teacher_layout(op, layout, named["linear_weight"], *teacher)
@@ -280,6 +286,47 @@ def size_of_shard(size: int, placement: Placement, ranks: int, rank: int) -> int
 def size_of_chunk(size: int, ranks: int, rank: int) -> int:
     rows = cdiv(size, ranks)
     return max(0, min(rows, size - rank * rows))
+
+
+_agreed: set[tuple[DeviceMesh, int]] = set()  # meshes and numbers of classes that all ranks have told each other
+
+
+def check_ranks_agree(op: str, layout: Layout, tensors: dict[str, Tensor], refused: bool = False) -> None:
+    """Checks that the ranks that share a vocabulary take it for equally many classes, and that none has refused its
+    local tensors. DTensor.from_local without a shape infers it from the rows of its own rank, so ranks with different
+    numbers of rows each have a DTensor that is consistent in itself.
+
+    Only an exchange tells. It takes place once for a mesh and a number of classes, in eager mode, and waits for the
+    device. If the ranks differ, all of them raise an error.
+    """
+    name, dim = ("logits", -1) if "logits" in tensors else ("linear_weight", 0)
+    whole, mesh = cast(DTensor, tensors[name]), layout.mesh
+    num_classes = whole.shape[dim]
+    if torch.compiler.is_compiling() or not any(layout.vocabulary) or (mesh, num_classes) in _agreed:
+        return
+    with torch.no_grad():  # so that autograd records nothing
+        local = whole.to_local()
+    if hasattr(local, "fake_mode") or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    for mesh_dim, shards in enumerate(layout.vocabulary):
+        if shards:
+            own = torch.tensor([0 if refused else num_classes], device=local.device)
+            sizes = all_gather(own, mesh.get_group(mesh_dim).group_name, mesh.size(mesh_dim)).flatten().tolist()
+            if refused:
+                continue
+            if 0 in sizes:
+                raise ValueError(
+                    f"{op}: the rank at {sizes.index(0)} of mesh dimension {mesh_dim} refuses its local tensors; its "
+                    "error says which"
+                )
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    f"{op}: {name} is {describe(whole)}, and its ranks take the vocabulary for {sizes} classes: their "
+                    "local tensors have different numbers of classes. Give DTensor.from_local the shape and stride of "
+                    "the whole, or use distribute_tensor"
+                )
+    if not refused:
+        _agreed.add((mesh, num_classes))
 
 
 def check_dense_shards(op: str, **tensors: DTensor | None) -> None:

@@ -4,6 +4,7 @@
 
 import re
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import flce_ops
+from flce_ops.distributed import layout as layout_of_ranks
 from flce_ops.distributed.layout import size_of_shard
 
 
@@ -83,20 +85,36 @@ def test_a_local_tensor_of_another_shape_than_its_placements_give_is_refused(dev
 
 
 @in_worlds(worlds(2, 4))
-def test_shards_cut_in_another_way_are_refused_where_they_differ(device):
+@patch.object(layout_of_ranks, "_agreed", set())
+def test_shards_cut_in_another_way_are_refused_on_every_rank(device):
+    """In the first call with a number of classes, ranks tell each other."""
+    layout_of_ranks._agreed.clear()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = mesh_of(device, ranks)
     placed = place(batch(device, weight=True), mesh, [R], [Shard(0)])
     weight = placed.linear_weight.detach()
     shorter_first = weight.full_tensor().tensor_split(ranks)[::-1][rank]
     lie = from_local(shorter_first, weight)
-    if shorter_first.shape != weight.to_local().shape:  # else this rank would wait for the others
-        with pytest.raises(ValueError, match="linear_weight is .*torch.chunk.*distribute_tensor"):
-            flce_ops.linear_cross_entropy(placed.input, lie, placed.target)
+    fits = shorter_first.shape == weight.to_local().shape
+    message = "rank at . of mesh dimension 0 refuses" if fits else "linear_weight is .*torch.chunk.*distribute_tensor"
+    with pytest.raises(ValueError, match=message):
+        flce_ops.linear_cross_entropy(placed.input, lie, placed.target)
     # without a shape, each rank takes V for a multiple of its own classes
     inferred = DTensor.from_local(shorter_first, mesh, [Shard(0)], run_check=False)
-    with pytest.raises(ValueError, match=rf"expected weight of shape \({inferred.shape[0]},\)"):
-        flce_ops.linear_cross_entropy(placed.input, inferred, placed.target, weight=placed.weight)
+    logits = DTensor.from_local(torch.randn(B, T, len(shorter_first), device=device), mesh, [Shard(2)], run_check=False)
+    head = placed.input, inferred
+    for call in (
+        lambda: flce_ops.linear_cross_entropy(*head, placed.target),
+        lambda: flce_ops.linear_cross_entropy(*head, placed.target, reduction="none"),
+        lambda: flce_ops.linear_log_probs(*head, placed.target),
+        lambda: flce_ops.linear_kl_div(*head, *head),
+        lambda: flce_ops.cross_entropy(logits, placed.target),
+    ):
+        with pytest.raises(ValueError, match="its ranks take the vocabulary for .* classes"):
+            call()
+    assert not layout_of_ranks._agreed
+    flce_ops.linear_cross_entropy(placed.input, weight, placed.target)
+    assert [classes for _, classes in layout_of_ranks._agreed] == [V]
 
 
 @in_worlds(worlds(2, gloo=(2,)))
