@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import Parameter
 
 from ..math.sparse_gradient import SparseGradient
 from ..math.statistics import all_gather, shards_of_classes
@@ -306,7 +307,8 @@ def check_ranks_agree(op: str, layout: Layout, tensors: dict[str, Tensor], refus
         return
     with torch.no_grad():  # so that autograd records nothing
         local = whole.to_local()
-    if hasattr(local, "fake_mode") or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
+    traced = type(local) not in (Tensor, Parameter)  # fake, or functional, as AOTAutograd's are
+    if traced or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     for mesh_dim, shards in enumerate(layout.vocabulary):
         if shards:
