@@ -80,6 +80,7 @@ class OnePassStep:
             columns = padded(num_classes, input.dtype.itemsize)
             self.exponentials = input.new_empty(first.stop - first.start, columns)[:, :num_classes]
             self.gemms.run(chunking, self.valid_tokens, self.make_gradient)
+            del self.exponentials  # sparse_step.py sorts its lists in their memory
 
     def make_gradient(self, chunk: slice, valid_tokens: ValidTokens, rows: Tensor) -> ChunkGradient:
         """Gathers the valid tokens into `rows`, writes E', multiplies the tokens by c, and writes the rows' losses."""
@@ -89,6 +90,8 @@ class OnePassStep:
         # of the targets: logit, dz/du and column
         tokens = Tokens(valid_tokens, *at_target[:3], of_tokens.reduction, of_tokens.losses, of_tokens.log_probs)
         asked = sums_for(Statistics(*[out is not None for out in statistics]))
+        as_forward_sums = self.gemms.by_ranges and statistics.entropy is not None
+        reference_class = at_target.reference_class if as_forward_sums else None
         sums = launch_exponentials(
             self.call,
             valid_tokens,
@@ -97,10 +100,7 @@ class OnePassStep:
             out=exponentials,
             asked=asked._replace(logit_sum=self.d_sum is not None),
             class_weight=self.class_weight,
-            # as forward's operator sums
-            reference_class=at_target.reference_class
-            if self.gemms.by_ranges and statistics.entropy is not None
-            else None,
+            reference_class=reference_class,
         )
         self.row_sum = sums.exponentials
         # few tokens: the rows of grad_linear_weight of their targets are made more exact
