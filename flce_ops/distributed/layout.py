@@ -191,11 +191,11 @@ def layout_of_arguments(op: str, named: dict[str, Any]) -> Layout:
         layout, rows = layout_of_logits(op, **tensors), tensors["logits"]
     else:
         layout, rows = layout_of(op=op, **tensors), tensors["input"]
+    check_member(op, layout.mesh)
     try:
         check_local_shapes(op, layout.mesh, tensors)
     except ValueError:
-        if layout.mesh.get_coordinate() is not None:
-            check_ranks_agree(op, layout, tensors, refused=True)
+        check_ranks_agree(op, layout, tensors, refused=True)
         raise
     check_ranks_agree(op, layout, tensors)
     if "teacher_input" in named:
@@ -248,17 +248,20 @@ def check_both_distributed(input: Tensor, linear_weight: Tensor, op: str) -> Non
         )
 
 
+def check_member(op: str, mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{op}: this process is not part of the mesh of the arguments, {mesh}; call it on the processes of the "
+            "mesh only"
+        )
+
+
 def check_local_shapes(op: str, mesh: DeviceMesh, tensors: dict[str, Tensor]) -> None:
     """Checks, without communication, that this rank's part of each DTensor has the shape that the placements give this
     rank. Otherwise the loss would be that of other classes or tokens. Sizes that a traced graph learns when it runs are
     not compared.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(
-            f"{op}: this process is not part of the mesh of the arguments, {mesh}; call it on the processes of the "
-            "mesh only"
-        )
+    coordinate = cast(list[int], mesh.get_coordinate())
     distributed, shape = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}, mesh.shape
     with torch.no_grad():  # so that autograd records nothing
         local_shapes = [tensor.to_local().shape for tensor in distributed.values()]
