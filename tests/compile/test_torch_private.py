@@ -381,13 +381,17 @@ def test_with_unwrapped_finds_the_tensors_of_all_transforms():
     assert torch_private.with_unwrapped(x) == [x]
 
 
-def test_at_most_25_private_names_of_torch_are_read():
+def private_names_of_torch():
     """Names of Inductor count, too: they are private, whatever their spelling is."""
     source = (ROOT / "flce_ops/support/torch_private.py").read_text()
     of_compiler = {"unsafe_marked_cacheable_functions", "lowerings", "register_lowering", "fallback_handler"}
     of_compiler |= {"ir.DonatedBuffer", "V.graph.current_node"}
     assert all(name in source for name in of_compiler)
-    assert len(names := names_of_torch(source) | of_compiler) <= 25, sorted(names)
+    return names_of_torch(source) | of_compiler
+
+
+def test_at_most_25_private_names_of_torch_are_read():
+    assert len(names := private_names_of_torch()) <= 25, sorted(names)
 
 
 def test_no_other_file_reads_private_names():
@@ -404,3 +408,79 @@ def test_no_file_reads_private_names_of_triton():
     private = re.compile(r"\b(triton|tl|libdevice)(\.\w+)*\._[a-z]\w*|\bfrom triton\.(?!tools\.tensor_descriptor\b)\S+")
     found = {str(file): private.search(file.read_text()) for file in (ROOT / "flce_ops").rglob("*.py")}
     assert {file: match[0] for file, match in found.items() if match} == {}
+
+
+# ---------------------------------------------------------------- docs/what_we_rely_on.md
+
+LIBRARIES = ("transformers", "trl", "torchtitan", "megatron", "peft", "accelerate", "verl", "deepspeed")
+OF_A_NAMED_TUPLE = {"_replace", "_fields", "_asdict", "_make", "_field_defaults"}
+
+
+def names_of_libraries():
+    """What flce_ops/integrations reads, replaces and subclasses of other libraries: their imports, their private
+    attributes, the methods that are set on their classes, and every Place.
+    """
+    found = set()
+    for path in (ROOT / "flce_ops/integrations").rglob("*.py"):
+        tree, imported = ast.parse(path.read_text()), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in LIBRARIES:
+                imported |= {name.name for name in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Place":
+                found.add(".".join(ast.literal_eval(part) for part in node.args[:2]))
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in imported:
+                if isinstance(node.ctx, ast.Store):
+                    found.add(f"{ast.unparse(node.value)}.{node.attr}")
+            elif isinstance(node, ast.For) and "setattr" in (body := ast.unparse(node)):  # for name in (...): setattr
+                owners = set(re.findall(r"setattr\((\w+), name", body)) & imported
+                found |= {f"{owner}.{pair.elts[0].value}" for owner in owners for pair in node.iter.elts}
+            if isinstance(node, ast.Attribute):
+                found |= {node.attr} if re.match(r"_(?!_)", node.attr) else set()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {node.value} if re.fullmatch(r"_(?!_|flce)\w+", node.value) else set()
+        found |= imported - {"utils"}  # a module, of which one name is read
+    return found - OF_A_NAMED_TUPLE
+
+
+def experimental_names_of_torch():
+    found = {"get_proxy_mode"}  # read of a module that sys.modules has
+    for path in (ROOT / "flce_ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.fx.experimental"):
+                found |= {name.name for name in node.names}
+    return found
+
+
+def names_of_triton():
+    """Beside triton.jit and triton.language: what the package reads of the module, and imports of its parts."""
+    found = set()
+    for path in (ROOT / "flce_ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"triton(\.\w+)+", dotted := ast.unparse(node)):
+                found.add(dotted.removeprefix("triton."))
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton."):
+                found |= {f"{node.module.removeprefix('triton.')}.{name.name}" for name in node.names}
+    longer = {name.rpartition(".")[0] for name in found} | {"knobs"}
+    return found - longer
+
+
+def test_the_page_of_what_we_rely_on_names_every_name():
+    page = (ROOT / "docs/what_we_rely_on.md").read_text()
+    quoted = set(re.findall(r"`([^`]+)`", page))
+    quoted |= {name.removeprefix("triton.") for name in quoted} | {name.rpartition(".")[2] for name in quoted}
+    expected = private_names_of_torch() | names_of_libraries() | experimental_names_of_torch() | names_of_triton()
+    assert expected - quoted == set()
+    assert {"Trainer.train", "Trainer.prediction_step", "trl.trainer.utils._use_triton", "AsyncCompileMode"} < expected
+
+
+def test_the_tests_that_the_page_of_what_we_rely_on_names_exist():
+    page = (ROOT / "docs/what_we_rely_on.md").read_text()
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page)
+    assert named and [name for name in named if f"def {name}(" not in text] == []
+    here = {name for name in globals() if name.startswith("test_")}
+    of_names = here - {name for name in here if re.search("page|files?_read|at_most_25|forward_mode", name)}
+    assert of_names <= set(named), of_names - set(named)
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"\btest_\w+\.py", page)) <= files
