@@ -74,50 +74,126 @@ def test_code_of_the_page_runs(name):
         budgets._retained.set(None)
 
 
+def text_of(node: ast.AST, names: dict[str, ast.expr] | None = None) -> str | None:
+    """The string that the expression makes, with `...` in place of values that are inserted."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+    if isinstance(node, ast.BinOp):
+        parts = (text_of(side, names) or VALUE for side in (node.left, node.right))
+        return "".join(parts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        text = text_of(node.func.value, names)
+        return None if text is None else re.sub(r"{\w*}", VALUE, text)
+    if isinstance(node, ast.Name) and node.id in (names or {}):
+        return text_of(names[node.id], names)
+    return None
+
+
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "flce_ops").rglob("*.py")}
+
+
 @functools.cache
 def messages_of_the_source() -> set[str]:
-    """All strings of flce_ops/ except docstrings, with `...` in place of values that are inserted."""
+    """All strings of flce_ops/ except docstrings."""
     texts = set()
-    for path in (ROOT / "flce_ops").rglob("*.py"):
-        tree = ast.parse(path.read_text())
+    for tree in trees().values():
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                texts.add(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                texts.add("".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values))
+        texts |= {text for node in ast.walk(tree) if id(node) not in docstrings and (text := text_of(node)) is not None}
     return texts
 
 
-OF_OTHERS = ("device-side assert triggered", "Unsupported types (<class '...LogitsNotComputed'>) passed to ...")
+# Messages that need no entry: of conditions that no call reaches, and of a command that prints its usage with them.
+INTERNAL = (
+    "flce_ops/support/path.py",
+    "flce_ops/triton/gemm/backends.py",
+    "flce_ops/triton/gemm/matmul.py",  # FLCE_GEMM=torch, for comparisons
+    "flce_ops/triton/steps/forward.py",
+    "flce_ops/meta/call.py",  # inner operators that are called by hand
+    "flce_ops/plan.py",
+)
+# What follows a text that is a message by itself: "expected gradient_class_order to be ...", "expected ... in [0, 1]".
+ENDS = re.compile(r"(\.\.\.: )?\.\.\.(,| in torch.int64,|$)|module \.\.\. has no attribute")
+WARNINGS = {"warn", "warning", "warn_once"}
+SAID_LATER = {"check_value": 1, "assert_on_device": 1, "assert_when_it_runs": 1}  # the place of the message
 
 
-def quoted_messages() -> list[str]:
-    """The headings of the pages that are messages, and messages of this package that the prose quotes."""
-    text = (DOCS / "troubleshooting.md").read_text()
-    headings = re.findall(r"^### (`.*)$", text, re.MULTILINE)
+def messages_that_users_see() -> set[str]:
+    """What flce_ops raises, warns of, and refuses by the tables of support/refusals.py."""
+    from flce_ops.entry.arguments import RANGES
+    from flce_ops.support.refusals import HOLES, REFUSED
+
+    texts = {text for rows in REFUSED.values() for text in rows.values()} | set(HOLES.values())
+    texts |= {f"{expected}, got {VALUE}" for expected, *_ in RANGES.values()}
+    found = {re.sub(r"{\w*}", VALUE, text) for text in texts}
+    for path, tree in trees().items():
+        names = {
+            node.targets[0].id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in [] if path in INTERNAL else ast.walk(tree):
+            message = None
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                message = text_of(node.exc.args[0], names)
+            elif isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                place = 0 if name in WARNINGS else SAID_LATER.get(name, len(node.args))
+                message = text_of(node.args[place], names) if len(node.args) > place else None
+            if message and not ENDS.match(message) and re.search(r"\w{3}", message.replace(VALUE, "")):
+                found.add(message)
+    return found
+
+
+OF_OTHERS = (
+    "device-side assert triggered",
+    "Unsupported types (<class '...LogitsNotComputed'>) passed to ...",
+    "only 0-dimensional arrays can be converted to Python scalars",
+)
+
+
+@functools.cache
+def quoted_messages() -> tuple[str, ...]:
+    """The messages in the headings of the troubleshooting page."""
+    headings = re.findall(r"^### (`.*)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
-    quoted = ["got a class index outside"]
-    return [message for message in messages if message not in OF_OTHERS] + quoted
+    return tuple(message for message in messages if message not in OF_OTHERS)
 
 
-def parts_of(message: str) -> list[str]:
-    """The parts between inserted values. The source may write these out: `(..., D)` is a shape, `...` a value."""
-    return [part for part in (piece.strip() for piece in re.split(r"(?<!\()\.\.\.", message)) if part]
+def says(text: str, message: str) -> bool:
+    """Whether the text has the parts between the inserted values of the message, in order. Texts of the source may
+    write a shape: `(..., D)` is one, `...` a value.
+    """
+    position = 0
+    for part in re.split(r"(?<!\()\.\.\.", message):
+        position = text.find(part.strip(), position)
+        if position < 0:
+            return False
+        position += len(part.strip())
+    return True
 
 
 @pytest.mark.parametrize("message", quoted_messages())
 def test_a_message_of_the_troubleshooting_page_is_in_the_source(message):
-    def says(text: str) -> bool:
-        position = 0
-        for part in parts_of(message):
-            position = text.find(part, position)
-            if position < 0:
-                return False
-            position += len(part)
-        return True
+    assert any(says(text, message) for text in messages_of_the_source())
+    assert len(re.findall(r"\w{2,}", message)) > 1, "too short to be found by"
 
-    assert any(says(text) for text in messages_of_the_source())
+
+def test_every_message_that_users_see_has_an_entry_of_the_troubleshooting_page():
+    missing = [text for text in messages_that_users_see() if not any(says(text, entry) for entry in quoted_messages())]
+    assert not missing, "\n".join(missing)
+    assert len(messages_that_users_see()) > 150
+
+
+def test_nan_loss_is_the_first_entry_that_a_search_finds():
+    """Search engines of sites rank titles first: one title of all pages has both words."""
+    titles = [title for path in DOCS.glob("*.md") for title in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)]
+    both = [title for title in titles if {"nan", "loss"} <= set(re.findall(r"\w+", title.lower()))]
+    assert len(both) == 1 and both[0].startswith("NaN loss")
+    text = (DOCS / "troubleshooting.md").read_text()
+    assert text.lower().index("nan") == text.index(both[0])
 
 
 def test_figures_of_the_pages_are_drawn_by_the_command(tmp_path):
