@@ -2,7 +2,6 @@
 
     <!-- include FILE -->       the text of a file of the repository (DESIGN.md, CHANGELOG.md), without its title
     <!-- include FILE#TITLE -->   of one of its sections
-    <!-- error tables -->       one table for each benchmarks/results/*/numerics.csv
     <!-- remaining names -->    the public names that api.md does not list by hand
 
 Links to files of the repository that are no pages (tests, sources) become plain text, because the site has no copy of
@@ -12,7 +11,6 @@ the navigation ends with a link to it.
 """
 
 import ast
-import csv
 import posixpath
 import re
 import subprocess
@@ -20,7 +18,7 @@ from html import unescape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DIRECTIVE = re.compile(r"^<!-- (include \S+|error tables|remaining names) -->$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^<!-- (include \S+|remaining names) -->$", re.MULTILINE)
 CODE = r"```.*?```|(?<!`)`[^`\n]+`"
 LINK = re.compile(CODE + r"|(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)", re.DOTALL)
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<tex>.*?)\\[)\]]\s*</(?P=tag)>', re.DOTALL)
@@ -73,11 +71,15 @@ def without_missing(nav: list) -> list:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
+    if page.file.src_uri == "troubleshooting.md":
+        # the site's search takes words for beginnings: without this, "NaN loss" finds nanoGPT first
+        page.meta["search"] = {"boost": 2}
+
     def directive(match: re.Match) -> str:
         word, _, rest = match[1].partition(" ")
         if word == "include":
             return included(*rest.partition("#")[::2])
-        return error_tables() if word == "error" else remaining_names(markdown)
+        return remaining_names(markdown)
 
     return with_links(DIRECTIVE.sub(directive, markdown), "docs")
 
@@ -126,27 +128,6 @@ def link(match: re.Match, folder: str) -> str:
     if page is not None and (ROOT / "docs" / page).is_file():
         return f"[{text}]({page}{anchor})"
     return text if "`" in text else f"`{text}`"
-
-
-def error_tables() -> str:
-    """One table for each device, this package's errors after torch's, as in the CSVs."""
-    parts = []
-    for path in sorted(ROOT.glob("benchmarks/results/*/numerics.csv")):
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        first = rows[0]
-        parts.append(
-            f"**{first['device']}**, torch {first['torch']}, commit {first['commit']}, {first['N']} tokens x "
-            f"{first['D']} hidden x {first['V']} vocabulary (`{path.relative_to(ROOT)}`)\n\n"
-            "| dtype | | loss | dX | dW |\n|---|---|---|---|---|\n"
-            + "\n".join(
-                f"| {row['dtype']} | {row['provider']} | "
-                + " | ".join(f"{float(row[error]):.1e}" for error in ("err_loss", "err_dx", "err_dw"))
-                + " |"
-                for row in rows
-            )
-        )
-    return "\n\n".join(parts)
 
 
 def remaining_names(markdown: str) -> str:

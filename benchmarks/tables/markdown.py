@@ -36,12 +36,11 @@ def span(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def measured_at(rows: Rows, names: dict[str, str]) -> str:
-    """The commits, and the versions of torch and of the providers that `names` has."""
-    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+    """The versions of torch and of the providers that `names` has."""
     versions = {
         names[row["provider"]]: row["version"] for row in rows if row.get("version") and row["provider"] in names
     }
-    return ", ".join([f"Commit {commits}", f"torch {rows[0]['torch']}", *map(" ".join, versions.items())]) + "."
+    return "With " + ", ".join([f"torch {rows[0]['torch']}", *map(" ".join, versions.items())]) + "."
 
 
 def markdown(heading: Sequence[str], body: Sequence[Sequence[str]]) -> str:

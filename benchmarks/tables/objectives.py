@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..modes import KINDS, METRICS
-from .markdown import Rows, error, markdown, measured_at, rows_of, shape_of, span
+from .markdown import Rows, error, markdown, measured_at, rows_of, shape_of
 
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
 Step = tuple[str, str, str]  # mode, provider, dtype
@@ -21,9 +20,7 @@ def options() -> list[tuple[str, Step, Step]]:
     for mode, name in per_token.items():
         lines.append((name, ours(mode), plain))
         lines.append((f"{name}, logits of all tokens saved", ours(mode, provider=ROOM), plain))
-    for mode, name in {"fwd_bwd": "class indices", **per_token}.items():
-        lines.append((f"{name}: float16 in place of bfloat16", ours(mode, FLOAT16), ours(mode)))
-    lines += [(f"metric `{name}`", ours(f"metric_{name}"), plain) for name in METRICS]
+    lines.append(("class indices: float16 in place of bfloat16", ours("fwd_bwd", FLOAT16), plain))
     return [*lines, ("all eight metrics", ours("metrics"), plain)]
 
 
@@ -57,12 +54,10 @@ def costs(rows: Rows) -> str:
 PEERS = {"liger": "Liger", "trl": "TRL", "verl": "verl"}
 TIMES = {  # mode: its name on the page, and its peers with their names
     "fwd_bwd": ("class indices", {}),
-    "soft64": ("`target_weight`, K = 64", {}),
     "policy": ("`linear_policy_loss`", {"verl": "verl", "trl": "TRL"}),
     "none": ('`reduction="none"`', {"verl": "verl", "trl": "TRL"}),
     "log_probs": ("log-probabilities and entropies", {"verl": "verl", "trl": "TRL"}),
     "kl_forward": ("forward divergence", {"liger": "Liger"}),
-    "kl_reverse": ("reverse", {"liger": "Liger"}),
     "kl_jsd": ("jsd", {"liger": "Liger"}),
 }
 
@@ -90,56 +85,20 @@ def figures(row: dict[str, str], shortest: float) -> str:
     return f"{mark}{ms:.1f}{mark}, {float(row['beyond_gradients_MiB']):,.0f} MiB"
 
 
-ERRORS = {
-    "scalar losses": ("fwd_bwd", "soft64", "smoothing", "softcap_smoothing"),
-    "per token": ("none", "log_probs"),
-    "`linear_policy_loss`": ("policy",),
-    "`linear_kl_div`": tuple(f"kl_{kind}" for kind in KINDS),
-}
-
-
-def errors(rows: Rows) -> str:
-    """Errors relative to float64: their range over the bfloat16 steps at all shapes."""
-    body = []
-    for name, modes in ERRORS.items():
-        cells = []
-        for provider in ("ours", "torch_compile"):
-            steps = {ours(mode, provider=provider) for mode in modes}
-            timed = [row for row in rows if row["ms"] and (row["mode"], row["provider"], row["dtype"]) in steps]
-            cells += [span([float(row[column]) for row in timed], error) for column in ("err_dx", "err_dw")]
-        body.append((name, *cells))
-    return markdown(["relative error", "flce_ops dX", "dW", "torch.compile dX", "dW"], body)
-
-
-DEVICES = {"nvidia-h200": "One H200", "amd-epyc": "A CPU"}
-DTYPES = ("bfloat16", "float16", "float32")
-
-
-def errors_by_device() -> str:
-    """The tables of all devices, one GPU's first."""
-    by_name = {name: rows_of("objective_errors", device) for device, name in DEVICES.items()}
-    return "\n\n".join(
-        f"{name}, {where_errors(rows)}:\n\n{error_table(rows)}" for name, rows in by_name.items() if rows
-    )
-
-
-def where_errors(rows: Rows) -> str:
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    ranks = max(int(row["ranks"]) for row in rows)
-    sharded = f", sharded over {ranks}" * (ranks > 1)
-    return "{N}x{D}x{V}, torch {torch}{sharded}, commit {commits}".format(**rows[0], sharded=sharded, commits=commits)
+DTYPES = (BFLOAT16, FLOAT16)
 
 
 def error_table(rows: Rows) -> str:
-    """The largest error over the paths of a dtype: of gradients, and for metrics of the value."""
+    """The largest error over the paths of a 16-bit dtype: of gradients. Metrics have none. A divergence of
+    probabilities has no line of its own: its errors are no larger than those of a divergence from a head.
+    """
     body = []
-    names = {row["objective"] for row in rows}
-    for name in sorted(names, key=lambda name: (name.startswith("`"), name)):  # metrics last
+    names = {row["objective"] for row in rows if row["err_dx"] and not row["objective"].endswith("of probabilities")}
+    for name in sorted(names):
         cells = []
         for dtype in DTYPES:
             of_dtype = [row for row in rows if (row["objective"], row["dtype"]) == (name, dtype)]
-            columns = ("dx", "dw") if of_dtype and of_dtype[0]["err_dx"] else ("value",)
-            cells += [largest(of_dtype, "err", columns), largest(of_dtype, "torch", columns)]
+            cells += [largest(of_dtype, "err", ("dx", "dw")), largest(of_dtype, "torch", ("dx", "dw"))]
         body.append((name, *cells))
     return markdown(["", *(heading for dtype in DTYPES for heading in (dtype, "plain torch"))], body)
 
@@ -153,6 +112,5 @@ def largest(rows: Rows, whose: str, columns: tuple[str, ...]) -> str:
 TABLES = {
     "objectives: times": lambda: times(rows_of("objectives")),
     "objectives: options": lambda: costs(rows_of("objectives")),
-    "objectives: errors": lambda: errors(rows_of("objectives")),
-    "objective errors": errors_by_device,
+    "objective errors": lambda: error_table(rows_of("objective_errors")),
 }

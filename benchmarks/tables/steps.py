@@ -52,19 +52,30 @@ def errors(rows: Rows) -> str:
     """Errors relative to float64, over the key shapes."""
     timed, body = found(rows), []
     for provider, name in named(rows).items():
+        if provider.startswith("ours_"):  # in another workspace
+            continue
         measured = [timed[shape, provider] for shape in SHAPES if (shape, provider) in timed]
         spans = (span([float(row[column]) for row in measured], error) for column in ("err_dx", "err_dw"))
         body.append((name, *spans))
     return markdown(["relative error, bf16", "dX", "dW"], body)
 
 
+# Loads whose neighbours in the table tell the same, and at which no other library is faster.
+LIKE_OTHERS = (
+    *("1024x2048x128256", "2048x2048x128256", "2048x4096x151936", "256x4096x151936"),
+    *("20000x1024x32001", "20000x1024x32064", "4096x4096x151680"),
+)
+
+
 def by_card() -> str:
-    """One line for each load: this package's ms, its ms replayed from a CUDA graph, and the fastest other's, in bold if
-    that is faster.
+    """This package's ms, its ms replayed from a CUDA graph, and the fastest other's, in bold if that is faster. Not of
+    loads without another library, and of LIKE_OTHERS.
     """
     h200, h100 = (loads.Times(rows_of("loads", folder)) for folder in ("nvidia-h200", "nvidia-h100"))
     body = []
     for load in h200.loads:
+        if loads.name_of(load) in LIKE_OTHERS or not h200.fastest_other(load).strip():
+            continue
         cells = [h200.ms(load, "ours"), h200.ms(load, "ours_captured"), h200.fastest_other(load)]
         body.append((loads.name_of(load), *cells, h100.ms(load, "ours"), h100.fastest_other(load)))
     return markdown(["ms", "H200", "in a CUDA graph", "best other", "H100", "best other"], body)

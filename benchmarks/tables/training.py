@@ -82,7 +82,7 @@ def sparse_steps(rows: Rows) -> str:
             if prior == "trained":
                 cells.append(", ".join(error(row[column]) for column in ("err_dx", "err_dw")))
         body.append((name, *cells))
-    return f"Commit {rows[0]['commit']}, 8192 tokens.\n\n{markdown(heading, body)}"
+    return markdown(heading, body)
 
 
 TABLES = {

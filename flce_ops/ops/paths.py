@@ -6,9 +6,9 @@
     facts -> conditions, by name -> path -> ".module:function" of its kernel, imported when it first runs
                                                   -> Choice: what flce_ops.last_path() says, made into words there
 
-A condition reads CallFacts, never data on a device. docs/paths.md shows the tables. How Triton divides the tokens is in
-triton/steps/chunks.py. float16's rule is a condition, NOT_FLOAT16: its gradients are made in backward, which knows the
-loss scale.
+A condition reads CallFacts, never data on a device. docs/kernels.md shows the tables. How Triton divides the tokens is
+in triton/steps/chunks.py. float16's rule is a condition, NOT_FLOAT16: its gradients are made in backward, which knows
+the loss scale.
 """
 
 import functools

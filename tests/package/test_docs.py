@@ -3,6 +3,8 @@
 import ast
 import functools
 import importlib.util
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -58,12 +60,11 @@ def test_the_reference_has_no_name_but_public_ones_and_the_fields_of_results(sit
         assert all(f">{field}</span>" in section for field in result._fields), result
 
 
-@pytest.mark.parametrize(
-    "name", ["README", *(f"docs/{page}" for page in "index quickstart paths policy_loss token_losses".split())]
-)
+@pytest.mark.parametrize("name", "README index numerics performance quickstart policy_loss token_losses".split())
 def test_code_of_the_page_runs(name):
     names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"{name}.md").read_text(), re.DOTALL)
+    path = ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
     assert blocks
     try:
         for block in blocks:
@@ -187,13 +188,23 @@ def test_every_message_that_users_see_has_an_entry_of_the_troubleshooting_page()
     assert len(messages_that_users_see()) > 150
 
 
-def test_nan_loss_is_the_first_entry_that_a_search_finds():
-    """Search engines of sites rank titles first: one title of all pages has both words."""
+def test_nan_loss_is_the_first_entry_that_a_search_finds(site):
+    """The site's search ranks titles first, twice as much those of this page: one title of all pages has both words."""
+    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
+    boosts = {entry["location"]: entry.get("boost") for entry in entries}
+    assert [boosts[f"{page}/"] for page in ("troubleshooting", "clients")] == [2, None]
     titles = [title for path in DOCS.glob("*.md") for title in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)]
     both = [title for title in titles if {"nan", "loss"} <= set(re.findall(r"\w+", title.lower()))]
     assert len(both) == 1 and both[0].startswith("NaN loss")
     text = (DOCS / "troubleshooting.md").read_text()
     assert text.lower().index("nan") == text.index(both[0])
+
+
+def test_the_api_page_groups_every_argument_of_the_loss_once():
+    (table,) = re.findall(r"^\| arguments of .*\n((?:\|.*\n)+)", (DOCS / "api.md").read_text(), re.MULTILINE)
+    rows = [line for line in table.splitlines() if "---" not in line and "DTensors" not in line]
+    grouped = [name for line in rows for name in re.findall(r"`(\w+)`", line)]
+    assert sorted(grouped) == sorted(inspect.signature(flce_ops.linear_cross_entropy).parameters)
 
 
 def test_figures_of_the_pages_are_drawn_by_the_command(tmp_path):

@@ -148,7 +148,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(tree, tmp_path)
 
 # ---------------------------------------------------------------- types
 
-PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/paths.md", "docs/policy_loss.md")
+PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/performance.md", "docs/policy_loss.md")
 
 # put around a block that is no complete program
 FRAGMENT = """
