@@ -71,10 +71,6 @@ def without_missing(nav: list) -> list:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    if page.file.src_uri == "troubleshooting.md":
-        # the site's search takes words for beginnings: without this, "NaN loss" finds nanoGPT first
-        page.meta["search"] = {"boost": 2}
-
     def directive(match: re.Match) -> str:
         word, _, rest = match[1].partition(" ")
         if word == "include":

@@ -4,7 +4,6 @@ import ast
 import functools
 import importlib.util
 import inspect
-import json
 import os
 import re
 import subprocess
@@ -188,11 +187,8 @@ def test_every_message_that_users_see_has_an_entry_of_the_troubleshooting_page()
     assert len(messages_that_users_see()) > 150
 
 
-def test_nan_loss_is_the_first_entry_that_a_search_finds(site):
-    """The site's search ranks titles first, twice as much those of this page: one title of all pages has both words."""
-    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
-    boosts = {entry["location"]: entry.get("boost") for entry in entries}
-    assert [boosts[f"{page}/"] for page in ("troubleshooting", "clients")] == [2, None]
+def test_one_title_of_all_pages_has_the_words_nan_and_loss():
+    """The site's search ranks titles first. A reader of the page finds this entry at the first "NaN"."""
     titles = [title for path in DOCS.glob("*.md") for title in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)]
     both = [title for title in titles if {"nan", "loss"} <= set(re.findall(r"\w+", title.lower()))]
     assert len(both) == 1 and both[0].startswith("NaN loss")
