@@ -189,8 +189,7 @@ def cross_entropy(
     r"""Same as ``F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())``, without a copy of the logits.
 
     For models that must have logits, and for heads that are not linear. (``linear_cross_entropy`` never holds logits.)
-    The loss is that of ``linear_cross_entropy``, with the given logits in place of the product. docs/arguments.md has the
-    details.
+    The loss is that of ``linear_cross_entropy``, with the given logits in place of the product (docs/arguments.md).
 
     Forward makes the gradient of a scalar loss in the same pass: each logit is read from memory once, and its gradient,
     in the logits' dtype, is written once.

@@ -138,3 +138,9 @@ def test_the_commands_of_the_package_are_listed_and_exist():
     assert all(importlib.util.find_spec(name) for name in commands)
     runnable = [path.stem for path in Path(flce_ops.__file__).parent.glob("*.py") if "argparse" in path.read_text()]
     assert sorted(commands[:2]) == sorted(f"flce_ops.{name}" for name in runnable) and len(commands) == 4
+
+
+def test_a_bug_report_asks_for_what_the_check_prints():
+    form = (Path(__file__).resolve().parents[2] / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
+    asked = form.split("id: check\n")[1].split("- type:")[0]
+    assert "`python -m flce_ops.check`" in asked and "required: true" in asked
