@@ -118,23 +118,23 @@ def linear_cross_entropy(
         reduction: "mean", "sum" or "none".
         ignore_index: target of tokens that do not count; None is -100.
         label_smoothing: in [0, 1].
+        options: torch.nn.LinearCrossEntropyOptions; docs/from_torch.md.
+
+    Args: Logits
         softcap: bound on the logits' magnitude.
         logit_scale: factor before the cap: a number or a 0-d tensor.
         temperature: divisor after the cap; without softcap also a 0-d tensor.
-        z_loss: factor of the squared logsumexp (PaLM).
 
     Args: Training
+        z_loss: factor of the squared logsumexp (PaLM).
         token_weight: differentiable factors, (...).
         target_weight: constant weights of a token's K classes, (..., K).
-        shift: scores position t against label t + 1.
-        return_metrics: True for accuracy and argmax, or names of docs/log_probs.md.
-        options: torch.nn.LinearCrossEntropyOptions, see docs/from_torch.md.
-
-    Args: Distributed
         normalizer: number or 0-d tensor that divides the sum instead of the count.
-        main_grad: contiguous float32 or 16-bit buffer, (V, D), to which backward adds linear_weight's gradient; see
+        shift: scores position t against label t + 1.
+        main_grad: buffer to which backward adds linear_weight's gradient, contiguous, (V, D), float32 or of its dtype;
             docs/clients.md.
-        batch_invariant: equal bits of input's gradient beside any tokens; see docs/agreement.md.
+        batch_invariant: equal bits of input's gradient beside any tokens; docs/agreement.md.
+        return_metrics: True for accuracy and argmax, or names of docs/log_probs.md.
 
     Args: Sparse gradient, see docs/numerics.md
         gradient_threshold: probability below which gradient entries are drawn or dropped.
@@ -152,7 +152,7 @@ def linear_cross_entropy(
         IndexError: a target outside [0, V); on CUDA a device-side assert.
 
     Composability:
-        docs/paths.md.
+        docs/index.md; of DTensors docs/distributed.md.
 
     Source:
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; docs/kernels.md.
@@ -222,8 +222,8 @@ def cross_entropy(
             on them after the loss.
 
     Composability:
-        docs/paths.md. The logits are not saved for backward, except in float16, under checkpointing, torch.func, with
-        sharded classes and for reduction="none": backward reads them again there.
+        As ``linear_cross_entropy``. The logits are not saved for backward, except in float16, under checkpointing,
+        torch.func, with sharded classes and for reduction="none": backward reads them again there.
 
     Source:
         docs/quickstart.md, Given logits, has the cost and who needs it.
