@@ -115,7 +115,7 @@ def linear_cross_entropy(
         target: classes, (...), int64, int32 or uint8; with target_weight (..., K); or probabilities, (..., V).
         linear_bias: (V,).
         weight: constant class weights, (V,).
-        reduction: "mean", "sum" or "none".
+        reduction: "mean", "sum", "none".
         ignore_index: target of tokens that do not count; None is -100.
         label_smoothing: in [0, 1].
         options: torch.nn.LinearCrossEntropyOptions; docs/from_torch.md.
@@ -131,7 +131,7 @@ def linear_cross_entropy(
         target_weight: constant weights of a token's K classes, (..., K).
         normalizer: number or 0-d tensor that divides the sum instead of the count.
         shift: scores position t against label t + 1.
-        main_grad: buffer to which backward adds linear_weight's gradient, contiguous, (V, D), float32 or of its dtype;
+        main_grad: buffer to which backward adds linear_weight's gradient, contiguous, (V, D), float32 or its dtype;
             docs/clients.md.
         batch_invariant: equal bits of input's gradient beside any tokens; docs/agreement.md.
         return_metrics: True for accuracy and argmax, or names of docs/log_probs.md.
