@@ -185,7 +185,7 @@ def fused():
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 1e-2}])
 def test_the_fused_loss(options, reduction, fused):
     hidden, weight, target = operands()
-    shown = {name: True for name in ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")}
+    shown = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
     theirs = fused.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options, **shown)(weight, hidden, target)
     options = {"z_loss" if name == "lse_square_scale" else name: value for name, value in options.items()}
     names = ("z_loss", "token_accuracy", "argmax")
