@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         return time.time() - started
 
     def text(unit: loads.Unit) -> str:
-        return f"{unit.mode} {loads.name_of((str(unit.shape), unit.ignored, unit.prior))}"
+        return f"{unit.mode} {loads.name_of((str(unit.shape), unit.ignored, unit.prior, unit.mode))}"
 
     faulthandler.dump_traceback_later(max(1.0, options.budget_s + GRACE_S - spent()), exit=True, file=sys.__stderr__)
     try:

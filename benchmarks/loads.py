@@ -23,21 +23,37 @@ HOST_SHAPES = ("2048x512x32000", "256x4096x128256")  # shapes whose steps are li
 HOSTS = ("ours", "ours_compiled", "torch_compile", "quack_chunked", "liger", "cce")
 
 
+WORKSPACES = "ours_128MiB,ours_256MiB"
+FAST_PEERS = f"torch_compile,quack_chunked,{HOPPER_PEERS}"
+
+
 class Load(NamedTuple):
     shapes: str  # names of groups in shapes.py, and NxDxV
     providers: str
     ignored: float = IGNORED
     prior: str = PRIORS[0]
+    mode: str = "fwd_bwd"
 
 
-LOADS = (  # the most important first, because the budget may end a run. Three minutes on an H200, mostly compilation
-    Load("8192x4096x128256", f"floor,ours,{PEERS},{HOPPER_PEERS}"),
+# The most important first, because the budget may end a run. Six minutes on an H200, mostly compilation. If a load
+# stands here twice, the first counts.
+LOADS = (
+    Load("8192x4096x128256", f"floor,ours,{WORKSPACES},{PEERS},{HOPPER_PEERS}"),
+    Load("16384x896x151936", f"floor,ours,{WORKSPACES},{FAST_PEERS}"),
+    Load("few_features", f"floor,ours,{FAST_PEERS}"),
+    Load("8192x2304x256000", f"floor,ours,{FAST_PEERS}"),
+    Load("8192x2052x32000,8192x2064x32000", f"floor,ours,{FAST_PEERS}"),
+    Load("2048x512x32000,1024x1024x50304,512x2048x32000", f"floor,{EVERY_OURS},{FAST_PEERS}"),
+    Load("8192x4096x128256", f"floor,ours,{FAST_PEERS}", mode="fwd"),
+    Load("3000x7168x129280,16384x2048x128256", f"floor,ours,{FAST_PEERS}"),
+    Load("65536x4096x128256", "floor,ours"),
+    Load("262144x4096x128256", "ours"),
     *(Load("8192x4096x128256", "ours,ours_compacted", share) for share in (0.99, 0.9, 0.75, 0.5)),
     Load("8192x4096x128256", "floor,ours", 0.0),
-    Load("2048x512x32000,256x4096x128256", f"floor,{EVERY_OURS},{PEERS}"),
+    Load("256x4096x128256", f"floor,{EVERY_OURS},{PEERS}"),
     Load("1024x4096x151936,1024x2048x128256", f"floor,{EVERY_OURS},torch_compile"),
     Load("odd", "ours,torch_compile"),
-    Load("8192x2304x256000,16384x896x151936,8192x512x128256,16384x2048x128256", "floor,ours,torch_compile"),
+    Load("8192x512x128256", "floor,ours,torch_compile"),
     Load("8192x5120x151936,4096x8192x128256", "floor,ours"),
     Load("8192x4096x128256", "floor,ours", prior="ordered"),
     Load("small", f"floor,{EVERY_OURS},torch_compile"),
@@ -58,24 +74,25 @@ def units(trained: Shape | None = None) -> list[Unit]:
     """The units of LOADS, each once. A trained model's operands come first, if a file holds them, with this shape."""
     found: dict[tuple, Unit] = {}
     if trained:
-        found[trained, IGNORED, TRAINED] = Unit("fwd_bwd", trained, IGNORED, TRAINED, f"floor,ours,{PEERS}")
+        found["fwd_bwd", trained, IGNORED, TRAINED] = Unit("fwd_bwd", trained, IGNORED, TRAINED, f"floor,ours,{PEERS}")
     for load in LOADS:
         for shape in parse_shapes(load.shapes):
-            unit = Unit("fwd_bwd", shape, load.ignored, load.prior, load.providers)
-            found.setdefault((shape, load.ignored, load.prior), unit)
+            unit = Unit(load.mode, shape, load.ignored, load.prior, load.providers)
+            found.setdefault(unit[:4], unit)
     return list(found.values())
 
 
 # ---------------------------------------------------------------- tables
 
 
-Key = tuple[str, float, str]  # NxDxV, share of ignored tokens, prior
+Key = tuple[str, float, str, str]  # NxDxV, share of ignored tokens, prior, mode
 NAMES = {
     **{"ours": "flce_ops", "ours_compiled": "compiled", "ours_compacted": "rows compacted by hand"},
     **{"torch_compile": "torch.compile", "cce": "CCE", "liger": "Liger", "quack_chunked": "QuACK"},
     "liger_cutedsl": "Liger CuTe",
 }
-NO_PEER = ("floor", *EVERY_OURS.split(","))
+IN_TABLE = ("floor", *EVERY_OURS.split(","))
+NO_PEER = (*IN_TABLE, *WORKSPACES.split(","))
 
 
 class Times:
@@ -83,11 +100,17 @@ class Times:
 
     def __init__(self, rows: Iterable[dict[str, str]]) -> None:
         self.rows = {
-            (f"{row['N']}x{row['D']}x{row['V']}", float(row["ignored"]), row["prior"], row["provider"]): row
+            (
+                f"{row['N']}x{row['D']}x{row['V']}",
+                float(row["ignored"]),
+                row["prior"],
+                row["mode"],
+                row["provider"],
+            ): row
             for row in rows
-            if row["mode"] == "fwd_bwd" and row["ms"]
+            if row["ms"]
         }
-        self.loads = list(dict.fromkeys(key[:3] for key in self.rows))
+        self.loads = list(dict.fromkeys(key[:4] for key in self.rows))
 
     def ms(self, load: Key, provider: str) -> str:
         row = self.rows.get((*load, provider))
@@ -95,7 +118,7 @@ class Times:
 
     def fastest_other(self, load: Key) -> str:
         """In bold if it is faster than this package. Rows compacted by hand count, too."""
-        others = {key[3]: float(row["ms"]) for key, row in self.rows.items() if key[:3] == load}
+        others = {key[4]: float(row["ms"]) for key, row in self.rows.items() if key[:4] == load}
         ours = others.get("ours", 0.0)
         others = {name: ms for name, ms in others.items() if name not in NO_PEER}
         if not others:
@@ -109,13 +132,18 @@ def milliseconds(times: Times) -> list[str]:
     """A Markdown table of the loads."""
     found = ["| load, ms | GEMMs | flce_ops | compiled | CUDA graph | best other |", "|---|---|---|---|---|---|"]
     for load in times.loads:
-        cells = [times.ms(load, name) for name in NO_PEER]
+        cells = [times.ms(load, name) for name in IN_TABLE]
         found.append(f"| {name_of(load)} | {' | '.join(cells)} | {times.fastest_other(load)} |")
     return found
 
 
+def shape_of(row: dict[str, str]) -> str:
+    return f"{row['N']}x{row['D']}x{row['V']}"
+
+
 def name_of(load: Key) -> str:
-    shape, ignored, prior = load
+    shape, ignored, prior, mode = load
+    shape += ", forward alone" * (mode == "fwd")
     share = "" if ignored == IGNORED else f", {ignored:.0%} ignored"
     return shape + share + {PRIORS[0]: "", TRAINED: ", operands of a trained model"}.get(prior, f", {prior} prior")
 
@@ -125,7 +153,7 @@ def hosts(times: Times) -> list[str]:
     found = [f"| launch to return, ms | {' | '.join(NAMES[name] for name in HOSTS)} |", "|---|" + "---|" * len(HOSTS)]
     for shape in HOST_SHAPES:
         for where, column in (("", "host_us"), (", autograd in this thread", "host_one_thread_us")):
-            rows = [times.rows.get((shape, IGNORED, PRIORS[0], name), {}) for name in HOSTS]
+            rows = [times.rows.get((shape, IGNORED, PRIORS[0], "fwd_bwd", name), {}) for name in HOSTS]
             cells = [f"{float(row[column]) / 1e3:.2f}" if row.get(column) else "" for row in rows]
             if any(cells):
                 found.append(f"| {shape}{where} | {' | '.join(cells)} |")

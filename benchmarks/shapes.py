@@ -33,6 +33,14 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
         *(Shape(4096, 4096, v) for v in (151669, 151680)),  # Qwen 2.5's tokens, without the padding of its head
         *(Shape(8192, d, 32000) for d in (2052, 2064)),  # rows do not start on 16 bytes: no tensor maps
     ),
+    "few_features": (  # heads of small models, whose GEMMs are short
+        Shape(40000, 640, 262144),  # Gemma 3 270M
+        Shape(16384, 1152, 262144),  # Gemma 3 1B
+        Shape(16384, 896, 151936),  # Qwen 2.5 0.5B
+        Shape(16384, 576, 49152),  # SmolLM 135M
+        Shape(16384, 960, 49152),  # SmolLM 360M
+        *(Shape(16384, 768, v) for v in (50257, 50304)),  # GPT-2, and padded
+    ),
     "narrow": (Shape(16384, 512, 128256), Shape(16384, 512, 32000), Shape(65536, 512, 32000)),
     "masked": (Shape(8192, 4096, 128256), Shape(16384, 2048, 128256)),  # for --ignored
     "small": (  # few tokens, or a small head: the host's launches matter

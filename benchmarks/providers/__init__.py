@@ -28,6 +28,7 @@ FILES = {
     "ours_captured": "ours",
     "ours_2GiB": "ours",
     "ours_retained": "ours",
+    "ours_256MiB": "ours",
     "ours_128MiB": "ours",
     "ours_6MiB": "ours",
     "ours_compacted": "ours",

@@ -21,7 +21,7 @@ SPARSE = {
     "ours_drop_12": ("drop", -12),
 }
 RETAINED = 4 << 30  # bytes, enough for the logits of all tokens of these shapes
-WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_128MiB": 128, "ours_6MiB": 6}
+WORKSPACE_MIB = {"ours_2GiB": 2048, "ours_256MiB": 256, "ours_128MiB": 128, "ours_6MiB": 6}
 
 
 def _sparse_step(name: str, problem: Problem, mode: Mode) -> Step:

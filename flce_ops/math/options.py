@@ -27,7 +27,7 @@ from .sparse_gradient import SparseGradient
 # N tokens, K classes, D and E hidden of student and teacher, V vocabulary (if it is sharded, a rank's part)
 
 
-CLASSES_PER_MAXIMUM = 128  # a tile of a Triton kernel has at least this many classes
+CLASSES_PER_MAXIMUM = 128  # of Triton's stored logits: what an epilogue of its logits GEMM takes at a time
 
 
 def saved_columns(num_classes: int, dtype: torch.dtype) -> int:

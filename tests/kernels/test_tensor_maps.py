@@ -27,11 +27,11 @@ pytestmark = IN_INTERPRETER
 SHAPE = 40, 72, 264
 
 
-@pytest.fixture(params=[True, False], ids=["stored in halves", "stored whole"])
+@pytest.fixture(params=[256, 128], ids=["two parts a tile", "one part a tile"])
 def by_tensor_maps(request, monkeypatch):
     """Yields the tensor maps that were made."""
     let_tensor_maps_add(monkeypatch)
-    by_maps = replace(tiles.INTERPRETER, tma=True, store_halves=request.param)
+    by_maps = replace(tiles.INTERPRETER, tma=True, block_n=request.param)
     monkeypatch.setattr(tiles, "INTERPRETER", by_maps)
     for table in (INPUT_TILES, WEIGHT_TILES):
         monkeypatch.setitem(table, "interpreter", replace(table["interpreter"], tma=True))

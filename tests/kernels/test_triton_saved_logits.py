@@ -16,7 +16,7 @@ import flce_ops
 from flce_ops import aten
 from flce_ops.triton import launch_backward, launch_forward
 from flce_ops.triton.gemm import backends
-from flce_ops.triton.gemm.tiles import tiles_for
+from flce_ops.triton.gemm.tiles import EPILOGUE_N
 from flce_ops.triton.logits.stored import saved_logits, to_stored
 
 pytestmark = IN_INTERPRETER
@@ -88,7 +88,7 @@ def test_saved_logits_are_right_within_half_a_step(dtype, poisoned_memory):
     x, w, target, bias, _ = operands((70, 24, 300), dtype, {"bias": True})
     target = target.clamp(min=0)
     *_, retained = launch_forward(x, w, target, bias, retain=70)
-    saved, tile = saved_logits(retained, 300), tiles_for(x).block_n
+    saved, tile = saved_logits(retained, 300), EPILOGUE_N.value
     u = values(saved.numbers.contiguous())
     z2 = torch.log2(torch.exp(torch.nn.functional.linear(x.double(), w.double(), bias.double())))
     found = u + saved.tile_max[:, torch.arange(300) // tile]
@@ -205,6 +205,6 @@ def test_what_holds_no_logit_is_zeros(poisoned_memory):
     x, w, target, _, _ = operands((70, 20, 301), torch.float32, {})
     target[:] = torch.where(torch.arange(70) % 2 == 0, -100, 5)
     *_, retained = launch_forward(x, w, target, None, None, retain=64)
-    tiles = -(-301 // tiles_for(x).block_n)
+    tiles = -(-301 // EPILOGUE_N.value)
     assert (retained[35:] == 0).all() and (retained[:35, :301] != 0).any(1).all()
     assert (retained[:35, 301:304] == 0).all() and (retained[:35, 304 + 2 * tiles :] == 0).all()

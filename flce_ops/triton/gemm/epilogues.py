@@ -1,5 +1,5 @@
-"""Epilogues of the logits GEMM (logits_gemm.py): what happens to a tile z of logits, in float32 and in base 2 (z log2
-e).
+"""Epilogues of the logits GEMM (logits_gemm.py): what happens to z, the logits of EPILOGUE_N columns of a tile, in
+float32 and in base 2 (z log2 e). "Tile" means these columns here.
 
     exp_sum     E = exp(z - reference)      partial[tile, rows] = sum_cols E
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
@@ -24,7 +24,7 @@ from ..logits.stored import StoredLogits, from_stored, max_places, to_stored
 from ..rows.logit_numbers import capped
 from ..rows.valid_tokens import row_distance
 
-# n rows of a chunk, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
+# n rows of a chunk, V vocabulary, T = ceil(V / EPILOGUE_N) tiles along the vocabulary
 
 # A tile's sums of exponentials up to this limit leave float32 and bfloat16 room for the sums over V and the products
 # that follow. A row's reference is at most log(2^60) = 41 nats below its largest logit then.

@@ -7,9 +7,10 @@
                                  BLOCK_N
 
     for each tile:  acc = sum_k input[rows, k] @ linear_weight[cols, k].T              (tensor cores, float32)
+    for each part of EPILOGUE_N columns:
                     z   = softcap * tanh(logit_scale * (acc + bias) / softcap)          (or logit_scale * (acc + bias))
-    result = epilogue(z), which also stores sums, one number per row and tile             (epilogues.py)
-             0 in a tile's rows after the last valid token                            (valid_tokens.py)
+    result = epilogue(z), which also stores sums, one number per row and part             (epilogues.py)
+             0 in a part's rows after the last valid token                            (valid_tokens.py)
     out = result dz/du / logit_scale, rounded once; optional                        (max_sum: without dz/du)
 
 The epilogue "exp_sum" works with any reference that is at most 40 nats below the row's largest logit. It rounds the
@@ -30,6 +31,7 @@ from ..rows.logit_numbers import base2_logits, loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient
 from .tiles import (
+    EPILOGUE_N,
     Matrix,
     Tiles,
     block_of_tile,
@@ -43,7 +45,7 @@ from .tiles import (
     tiles_for,
 )
 
-# n rows of a chunk, D hidden, V vocabulary, T = ceil(V / BLOCK_N) tiles along the vocabulary
+# n rows of a chunk, D hidden, V vocabulary, T = ceil(V / EPILOGUE_N) tiles along the vocabulary
 
 
 @Kernel
@@ -69,7 +71,6 @@ def logits_gemm_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
-    STORE_HALVES: tl.constexpr,
     SLOPED: tl.constexpr,
     MADE: tl.constexpr,
 ):
@@ -79,6 +80,7 @@ def logits_gemm_kernel(
     vocab_blocks = tl.cdiv(V, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_K)
     tiles = row_blocks * vocab_blocks
+    PARTS: tl.constexpr = BLOCK_N // EPILOGUE_N
     if guard_ptr is not None:
         tiles = tl.where(tl.load(guard_ptr) > 0, tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
@@ -103,27 +105,31 @@ def logits_gemm_kernel(
                     a = load_tile(input, rows, ks, row_mask, ks < D)
                     b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
                 acc = tl.dot(a, b.T, acc)
-        bias = None
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        z, dz_du = base2_logits(acc, bias, logit_numbers, numbers)
-        result = EPILOGUE(operands, z, rows, cols, row_mask, col_mask, vocab_block, n, V, EVEN_V)
-        if STORED:
-            if SLOPED:
-                result = result * dz_du
-            if USE_TMA:
-                rounded = in_dtype_of(out, result, USE_TMA)
-                if STORE_HALVES:
-                    # a staging buffer of half the size leaves shared memory for one more stage of the main loop
-                    halves = tl.permute(tl.reshape(rounded, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-                    left, right = tl.split(halves)
-                    out.store([row_start, col_start], left)
-                    out.store([row_start, col_start + BLOCK_N // 2], right)
+        for part in tl.static_range(PARTS):
+            # The store of one part runs beside the epilogue of the next, and its staging buffer is half as large.
+            products_of_part = acc
+            if PARTS == 2:
+                left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, EPILOGUE_N)), (0, 2, 1)))
+                products_of_part = left if part == 0 else right
+            part_start = col_start + part * EPILOGUE_N
+            part_cols = part_start + tl.arange(0, EPILOGUE_N)
+            part_mask = part_cols < V
+            # the last tile's second part may lie behind V, and then stores no sums
+            part_rows = rows < tl.where(part_start < V, count, 0)
+            bias = None
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + part_cols, mask=part_mask, other=0.0).to(tl.float32)[None, :]
+            z, dz_du = base2_logits(products_of_part, bias, logit_numbers, numbers)
+            place = vocab_block * PARTS + part
+            result = EPILOGUE(operands, z, rows, part_cols, part_rows, part_mask, place, n, V, EVEN_V)
+            if STORED:
+                if SLOPED:
+                    result = result * dz_du
+                if USE_TMA:
+                    out.store([row_start, part_start], in_dtype_of(out, result, USE_TMA))
                 else:
-                    out.store([row_start, col_start], rounded)
-            else:
-                # also writes the zeros after the valid rows, as the store through TMA does
-                store_tile(out, result, rows, cols, rows < n, col_mask)
+                    # also writes the zeros after the valid rows, as the store through TMA does
+                    store_tile(out, result, rows, part_cols, rows < n, part_mask)
 
 
 def launch_logits_gemm(
@@ -146,7 +152,7 @@ def launch_logits_gemm(
     if matrices is None:
         given = [input, linear_weight, out]
         of_rows, of_classes = [tiles.block_m, tiles.block_k], [tiles.block_n, tiles.block_k]
-        of_out = [tiles.block_m, tiles.block_n // 2 if tiles.store_halves else tiles.block_n]
+        of_out = [tiles.block_m, EPILOGUE_N.value]
         matrices = kernel_matrices(given, (of_rows, of_classes, of_out), tiles.tma and all(map(fits_tma, given)))
     grid_tiles = cdiv(n, tiles.block_m) * cdiv(num_classes, tiles.block_n)
     programs = multiprocessors(input)
@@ -163,11 +169,10 @@ def launch_logits_gemm(
         num_classes,
         EPILOGUE=EPILOGUES[type(epilogue)],
         USE_TMA=not isinstance(matrices[0], Matrix),
-        EVEN_V=num_classes % tiles.block_n == 0,
+        EVEN_V=num_classes % EPILOGUE_N.value == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
         STORED=out is not None,
-        STORE_HALVES=tiles.store_halves,
         # the results of the other two are logits, not gradients
         SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
         MADE=products is not None,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._ops import ops
+from ...math.options import CLASSES_PER_MAXIMUM
 from ...support import Chip, made_by_nvidia
 
 # n rows, D hidden, V vocabulary, B blocks of classes
@@ -33,7 +34,6 @@ class Tiles:
     num_stages: int
     group: int = 8  # blocks along M that sweep N together; the input's gradient ignores it
     tma: bool = True  # tensor maps and a flattened loop over tiles, if the matrices allow it
-    store_halves: bool = False  # of the logits
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -49,14 +49,15 @@ class Tiles:
         }
 
 
-# H200, exponentials stored, TFLOP/s at 1664x4096x128256 / 1024x2304x256000 / 2048x896x151936 (cuBLAS 658 / 643 / 605):
-#   686 / 639 / 572   these tiles
-#   655 / 617 / 587   the same, but each tile stored whole
-#   660 / 625 / 579   four stages (which fit only if the tile is stored in halves)
-#   671 / 636 / 548   warp-specialised, not flattened
-#   508 / 477 / 403   128x128, two programs per multiprocessor
-HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=3, group=16, store_halves=True)
-# At D = 896 a step took 1.03 of the time with whole tiles (16384x896x151936, quartiles 0.99 and 1.04).
+# Classes that an epilogue of the logits GEMM takes and stores at a time: all BLOCK_N of a program, or half of them.
+EPILOGUE_N = tl.constexpr(CLASSES_PER_MAXIMUM)
+# H200, exponentials stored, TFLOP/s at 2048x4096x128256 / 1664x2304x256000 / 1664x896x151936 / 1920x640x262144
+#   661 / 633 / 553 / 510   these tiles; cuBLAS, which stores logits: 657 / 647 / 589 / 587
+#   664 / 643 / 538 / 500   three stages
+#   653 / 617 / 525 / 462   three stages, and an epilogue that takes 256 classes and stores them in halves
+#   656 / 620 / 525 / 466   an epilogue that takes 64 classes
+#   508 / 477 / 403         128x128, two programs per multiprocessor, in another run
+HOPPER = Tiles(128, 256, 64, num_warps=8, num_stages=4, group=16)
 # With four warps ptxas keeps up to 2 KiB of registers per thread in memory, with eight none in most variants (sm_80,
 # sm_120: python -m benchmarks.kernels.compile_cards). No such card was available, so neither was timed.
 AMPERE = Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False)
@@ -68,6 +69,10 @@ INTERPRETER = Tiles(32, 128, 32, num_warps=1, num_stages=1, tma=False)
 #               719 / 440 / 346   256x128, one split
 #   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
 #               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
+# A later chunk at 2048x4096x128256 / 1664x896x151936 / 1920x640x262144 / 4096x768x50304
+#               619 / 546 / 528 / 655   these tiles; cuBLAS 632 / 588 / 609 / 649
+#               623 / 537 / 524 / 630   three stages, groups of 8 (the figures above)
+#               570 / 525 / 562 / 588   256x128, which wastes no columns at D = 640
 # The input's gradient has few tiles with long main loops, so its loop over tiles is never flattened.
 INPUT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4),
@@ -78,7 +83,7 @@ INPUT_TILES = {
     "interpreter": Tiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
 }
 WEIGHT_TILES = {
-    "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=3),
+    "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4, group=16),
     "hopper, at most 64 columns": Tiles(128, 64, 64, num_warps=4, num_stages=5),
     "hopper, by pointers": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
     "ampere": Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False),

@@ -37,7 +37,7 @@ from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
 from ...support.sizes import cdiv
 from ..gemm.input_gradient import TILE_OVERHEAD, float32_memory
-from ..gemm.tiles import Tiles, matrix_of, tiles_for
+from ..gemm.tiles import EPILOGUE_N, Tiles, matrix_of, tiles_for
 from ..rows.after_chunks import LossSum
 from ..rows.copy_rows import launch_copy_rows, with_padded_features
 from ..rows.valid_tokens import ValidTokens, compact_tokens, room_for_rows
@@ -180,7 +180,7 @@ class KlDivStep:
         self.operands, self.options = self.call.operands, self.call.options
         self.kind = DIVERGENCES[self.options.kind]
         input, teacher_input = self.operands.input, self.operands.teacher_input
-        self.classes, self.tile = self.operands.linear_weight.shape[0], tiles_for(input).block_n
+        self.classes = self.operands.linear_weight.shape[0]
         # (T, n') float32 of a part: maxima of each model's tiles; under a softcap those of both; sums
         self.matrices = 1 + (teacher_input is not None) + (self.options.softcap is not None) + self.kind.sums
         self.chunking, beside = self.divide()
@@ -198,7 +198,7 @@ class KlDivStep:
         wanted = [gradient is not None for gradient in self.gradients[:3]]
         problem = problem_of(input.shape[0], linear_weight, wanted, batch_invariant=options.batch_invariant)
         shard = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
-        of_tiles = 4 * self.matrices * cdiv(shard, self.tile)
+        of_tiles = 4 * self.matrices * cdiv(shard, EPILOGUE_N.value)
         problem = problem._replace(vocab=shard, row_bytes=of_tiles)
         cut = best_chunking if options.ranks == 1 else equal_chunking
         if teacher_input is None:
@@ -254,7 +254,8 @@ class KlDivStep:
     def rows(self, valid_tokens: ValidTokens, tokens: Tensor, logits: Tensor) -> tuple[Rows, Tensor]:
         """Stores the logits of both models. Returns a part's rows, and (s, T, n') memory for sums of tiles."""
         operands, options, n = self.operands, self.options, tokens.shape[0]
-        per_tile = tokens.new_empty(self.matrices, cdiv(self.classes, self.tile), room_for_rows(n), dtype=torch.float32)
+        tiles = cdiv(self.classes, EPILOGUE_N.value)
+        per_tile = tokens.new_empty(self.matrices, tiles, room_for_rows(n), dtype=torch.float32)
         sums = per_tile[-self.kind.sums :]
         head = tokens, operands.linear_weight, operands.linear_bias, options.student
         student = Softmax(*head, logits, per_tile[0], before_softcap=options.softcap is not None)

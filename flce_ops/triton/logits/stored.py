@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...math.options import CLASSES_PER_MAXIMUM
 from ...support.sizes import cdiv
 from ..kernel import Kernel
 from ..rows.logit_numbers import capped
@@ -137,14 +138,14 @@ def clear_unused_kernel(
         tl.store(saved_ptr + row.to(tl.int64) * columns + cols, 0, mask=unused & (cols < columns))
 
 
-def clear_unused(retained: Tensor, num_classes: int, tile: int, valid_tokens: ValidTokens) -> None:
+def clear_unused(retained: Tensor, num_classes: int, valid_tokens: ValidTokens) -> None:
     """Writes zeros wherever nothing else is written, so that an operator's result does not depend on uninitialised
     memory.
     """
     if not retained.shape[0]:
         return
     first_maximum = 8 * cdiv(num_classes, 8)
-    behind_maxima = first_maximum + 2 * cdiv(num_classes, tile)
+    behind_maxima = first_maximum + 2 * cdiv(num_classes, CLASSES_PER_MAXIMUM)
     rows, columns = retained.shape
     of_rows = retained, valid_tokens, rows, num_classes, first_maximum, behind_maxima, columns
     clear_unused_kernel[(rows,)](*of_rows, num_warps=4)

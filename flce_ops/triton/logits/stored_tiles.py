@@ -6,8 +6,9 @@
         └──┴──┴──┴──┘                     out = G dz/du, rounded once
 
 FUNCTION is `gradient_of_tile` here, or `divergence_of_tile` (divergence_rows.py), which reads the teacher's tile beside
-the student's, and stores sums of the tile's rows. A program has BLOCK_N rows of one tile of the logits GEMM. It reads 2
-bytes for each logit and writes 2, maybe over the logits: a place is read before it is written.
+the student's, and stores sums of the tile's rows. A program has BLOCK_N rows of one tile: EPILOGUE_N columns, which
+have one maximum a row. It reads 2 bytes for each logit and writes 2, maybe over the logits: a place is read before it
+is written.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from ...objectives.in_triton import LN2
 from ...support.sizes import cdiv
 from ..gemm.epilogues import Gradient, gradient_of_rows
-from ..gemm.tiles import interpreted, matrix_of, store_tile, tiles_for
+from ..gemm.tiles import EPILOGUE_N, interpreted, matrix_of, store_tile
 from ..kernel import Kernel
 from ..rows.logit_numbers import LOG2E, rescaled
 from ..rows.valid_tokens import ROW_MULTIPLE, ValidTokens, valid_rows
@@ -77,7 +78,7 @@ def stored_tiles_kernel(
     WRITES: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
     EVEN: tl.constexpr,  # V is a multiple of 8: no columns are padding
     BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,  # one tile, with one maximum per row
+    BLOCK_V: tl.constexpr,  # columns with one maximum per row
 ):
     tiles = tl.cdiv(V, BLOCK_V)
     tile = tl.program_id(0) % tiles  # in one dimension of the grid: the second one has room for 65,535 programs
@@ -122,12 +123,11 @@ def launch_stored_tiles(
     gradient: Any = None,
 ) -> None:
     n, classes = stored.numbers.shape
-    tile = tiles_for(stored.numbers).block_n
     # ms at 2048x128256, G of a log-probability / with an entropy: 0.324 / 0.332 at 8 rows; 0.341 / 0.379 at 16 rows.
     # Divergences, forward / G of reverse / sums of jsd: 16 rows and 8 warps 0.486 / 0.479 / 0.682; 8 rows and 4 warps
     # 0.483 / 0.420 / 0.594; 4 rows and 2 warps 0.455 / 0.423 / 0.589.
-    rows, warps = (16, 4) if interpreted(stored.numbers) else (8, 4) if of_entry is gradient is None else (4, 2)
-    stored_tiles_kernel[(cdiv(classes, tile) * cdiv(n, rows),)](
+    rows, warps = (16, 4) if interpreted(stored.numbers) or of_entry is gradient is None else (8, 2)
+    stored_tiles_kernel[(cdiv(classes, EPILOGUE_N.value) * cdiv(n, rows),)](
         *(stored, softcap, pair, operands, matrix_of(out), valid_tokens, n, classes),
         FUNCTION=function,
         KNOWN=isinstance(pair, Tensor),
@@ -137,7 +137,7 @@ def launch_stored_tiles(
         WRITES=out is not None,
         EVEN=classes % 8 == 0,
         BLOCK_N=rows,
-        BLOCK_V=tile,
+        BLOCK_V=EPILOGUE_N.value,
         num_warps=warps,
     )
 

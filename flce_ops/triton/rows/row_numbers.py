@@ -57,11 +57,6 @@ def sums_for(asked: Statistics) -> Asked:
     return Asked(False, asked.entropy, asked.argmax, asked.log_sum_sq_probs, asked.mean_logit)
 
 
-def sum_pairs(asked: Statistics) -> int:
-    """How many pairs of numbers, rounded up, the epilogue stores for each row and tile because of these statistics."""
-    return cdiv(sums_for(asked).numbers, 2)
-
-
 @Kernel
 def row_numbers_kernel(
     sums,  # RowSums

@@ -23,7 +23,7 @@ from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Gradient, ReferenceClass
 from ..gemm.input_gradient import Finish
-from ..gemm.tiles import tiles_for
+from ..gemm.tiles import EPILOGUE_N
 from ..logits.stored import saved_logits, stored_logits
 from ..logits.stored_tiles import launch_stored_gradient
 from ..rows.copy_rows import with_padded_features
@@ -126,7 +126,7 @@ def make_again(
     # in the memory of G, if it has 16 bits: a program reads a tile before it writes one
     numbers = out.view(torch.int16) if out.itemsize == 2 else out.new_empty(n, padded(classes, 2), dtype=torch.int16)
     numbers = numbers[:, :classes]
-    own, tiles = at_target.reference_class, cdiv(classes, tiles_for(rows).block_n)
+    own, tiles = at_target.reference_class, cdiv(classes, EPILOGUE_N.value)
     stored = stored_logits(numbers, torch.empty(n, tiles, device=out.device))
     own = ReferenceClass(own.column[-n:], own.logit[-n:]) if call.expected_log_prob is not None else None
     epilogue = ExpSum(at_target.reference[-n:], None, None, stored=stored, reference_class=own)

@@ -19,8 +19,8 @@ from ..gemm.weight_gradient import sum_bytes
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
-# The part of the workspace for buffers that are small compared with the (n, V) matrix. It first holds sums for each
-# tile (two float32 for 256 columns), then float32 products with linear_weight.
+# The part of the workspace for buffers that are small compared with the (n, V) matrix. It first holds a sum for each
+# row and tile (a float32 for 128 columns), then float32 products with linear_weight.
 SMALL_BYTES = 8 << 20
 # Bytes that a one-pass step needs for each token: indices, weights and row statistics. With 48 bytes, chunks of 2048
 # rows fit the default workspace at V = 128256 and 16384 tokens, and 2048 rows fill the multiprocessors evenly. With 128
@@ -80,7 +80,7 @@ class Problem(NamedTuple):
     itemsize: int
     want_input: bool
     want_weight: bool
-    sum_pairs: int
+    more_sums: int  # numbers per row and tile beyond the one of every step
     workspace: int
     least_rows: int
     programs: int
@@ -102,7 +102,7 @@ class Problem(NamedTuple):
     def fitting(self) -> int:
         """How many rows fit in a chunk."""
         reserved = self.reserved + self.range_bytes()
-        reserved += small_bytes() * self.sum_pairs  # room for numbers per row and tile beyond the two of every step
+        reserved += small_bytes() * self.more_sums
         # grad_input, if wanted, holds the gathered tokens
         row_bytes = self.row_bytes + (0 if self.want_input else self.hidden * self.itemsize)
         of_rows = row_bytes, self.least_rows
@@ -161,11 +161,11 @@ class Chunking:
 
 
 def problem_of(
-    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, sum_pairs: int = 0, batch_invariant: bool = False
+    tokens: int, linear_weight: Tensor, output_mask: list[bool], *, more_sums: int = 0, batch_invariant: bool = False
 ) -> Problem:
     want_input, want_weight, _ = output_mask
     vocab, hidden = linear_weight.shape
-    of_call = tokens, vocab, hidden, linear_weight.dtype.itemsize, want_input, want_weight, sum_pairs
+    of_call = tokens, vocab, hidden, linear_weight.dtype.itemsize, want_input, want_weight, more_sums
     of_device = multiprocessors(linear_weight), input_tiles_for(linear_weight), weight_tiles_for(linear_weight)
     return Problem(*of_call, get_workspace(), least_rows(), *of_device, batch_invariant)
 

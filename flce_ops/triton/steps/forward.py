@@ -29,7 +29,7 @@ from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.backends import backend_for
 from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
-from ..gemm.tiles import tiles_for
+from ..gemm.tiles import EPILOGUE_N
 from ..logits.stored import StoredLogits, clear_unused, saved_logits
 from ..rows.bias_and_tile_sums import NOTHING_ELSE, Asked, RowSums, weighted_column_sum
 from ..rows.copy_rows import with_padded_features
@@ -58,8 +58,7 @@ def launch_exponentials(
     _, linear_weight, _, linear_bias, _ = call.operands
     reference_logit, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
-    block_v = tiles_for(input).block_n
-    tiles = cdiv(linear_weight.shape[0], block_v)
+    tiles = cdiv(linear_weight.shape[0], EPILOGUE_N.value)
     partial = torch.empty(tiles, room, dtype=torch.float32, device=input.device)
     per_tile: dict[str, Any] = {
         name: partial.new_empty(partial.shape) for name, wanted in asked._asdict().items() if wanted
@@ -103,7 +102,7 @@ def argmax_over_tiles(row_max: Tensor, argmax: Tensor, n: int, num_classes: int)
     return max_logit, argmax.where(row_max == max_logit, last).amin(0).long().clamp_(max=last)
 
 
-FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 8 MiB of (T, n) float32 at V = 128256
+FORWARD_ROWS = 4096  # rows whose sums per tile are in memory at a time: 16 MiB of (T, n) float32 at V = 128256
 
 
 @takes(Forward)
@@ -129,7 +128,7 @@ def launch_forward(call: Forward) -> meta.Outputs:
 def run_forward(call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs) -> list[slice]:
     """Runs over the valid tokens and returns the chunks. `outputs` are (N,), in the order of all tokens."""
     input, linear_weight, target, _, weight = call.operands
-    tiles = cdiv(linear_weight.shape[0], tiles_for(input).block_n)
+    tiles = cdiv(linear_weight.shape[0], EPILOGUE_N.value)
     asked = Asked(call.logit_sum, call.expected_log_prob, call.argmax, call.log_sum_sq_probs, call.mean_logit)
     row_bytes = tiles * 4 * (1 + asked.numbers) + input.shape[1] * input.dtype.itemsize
     *results, retained = outputs
@@ -148,7 +147,7 @@ def run_forward(call: Forward, valid_tokens: ValidTokens, outputs: meta.Outputs)
         options: dict[str, Any] = {"stored": stored, "reference_class": own, "class_weight": class_weight}
         sums = launch_exponentials(call, here, rows, at_target, asked=asked, **options)
         launch_row_numbers(sums, at_target, wanted, here, call.num_classes, linear_weight.shape[0], class_weight_sum)
-    clear_unused(retained, linear_weight.shape[0], tiles_for(input).block_n, valid_tokens)
+    clear_unused(retained, linear_weight.shape[0], valid_tokens)
     return chunks
 
 

@@ -20,7 +20,7 @@ from ...objectives.token_function import FunctionObjective, token_loss_named
 from ...support.target_range import assert_in_range
 from ..rows.after_chunks import LossSum
 from ..rows.copy_rows import with_padded_features
-from ..rows.row_numbers import launch_in_order, sum_pairs
+from ..rows.row_numbers import launch_in_order, sums_for
 from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
@@ -57,7 +57,7 @@ def launch_step(
     loss, losses, *results, log_probs, of_scale = outputs
     grads, statistics = [*results[:3], of_scale], TokenStatistics.found(call.statistics, results[3:])
     input, linear_weight, target, _, _ = call.operands
-    of_step, pairs = (input.shape[0], linear_weight, call.output_mask), sum_pairs(call.statistics)
+    of_step, sums = (input.shape[0], linear_weight, call.output_mask), sums_for(call.statistics).numbers
     with torch.cuda.device_of(linear_weight):
         in_range = target.new_empty((), dtype=torch.bool)
         valid_tokens, place = compact_tokens(target, call.ignore_index, linear_weight.shape[0], in_range)
@@ -67,7 +67,7 @@ def launch_step(
         per_token = StepTokens(
             objective, call.reduction, losses, statistics, None if call.function is None else log_probs
         )
-        chunking = best_chunking(problem_of(*of_step, sum_pairs=pairs, batch_invariant=call.batch_invariant))
+        chunking = best_chunking(problem_of(*of_step, more_sums=sums, batch_invariant=call.batch_invariant))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         assert_in_range(in_range, target, linear_weight.shape[0], call.ignore_index)
     record_chunks(call, linear_weight, chunks, *sparse_notes(call))
@@ -108,8 +108,8 @@ def launch_shard(call: WithGrad, outputs: tuple[Tensor, ...]) -> tuple[Tensor, .
         own = statistics_of_shard(call.statistics, losses)
         statistics = own._replace(argmax=columns if call.statistics.argmax else None)
         per_token = StepTokens(objective, call.reduction, losses, statistics, gather=exchange.gather)
-        of_step = input.shape[0], linear_weight, call.output_mask
-        chunking = equal_chunking(problem_of(*of_step, sum_pairs=sum_pairs(call.statistics))._replace(vocab=rows))
+        of_step, sums = (input.shape[0], linear_weight, call.output_mask), sums_for(call.statistics).numbers
+        chunking = equal_chunking(problem_of(*of_step, more_sums=sums)._replace(vocab=rows))
         chunks = step_over_tokens(call, per_token, valid_tokens, place, (loss, *grads), chunking)
         exchange.finish_statistics(call.statistics, own, target != call.ignore_index, outputs[6:10])
     record_chunks(call, linear_weight, chunks)
