@@ -286,5 +286,5 @@ def cross_entropy(
         torch.func, with sharded classes and for reduction="none": backward reads them again there.
 
     Source:
-        docs/logits.md has the cost and who needs it.
+        docs/quickstart.md, Given logits, has the cost and who needs it.
     """
