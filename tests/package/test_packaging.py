@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guides import CONTINUE_TRAIN
 
 import flce_ops
 from flce_ops.functional.log_probs import Keywords
@@ -291,9 +292,10 @@ def typed_programs(built, tmp_path_factory):
     (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
     for page in PAGES:
         program = ""
-        for kind, block in re.findall(
-            r"^```(py|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
-        ):
+        text = (ROOT / page).read_text()
+        if Path(page).stem in CONTINUE_TRAIN:
+            text = (ROOT / "docs" / "quickstart.md").read_text() + text
+        for kind, block in re.findall(r"^```(py|python)\n(.*?)```", text, re.DOTALL | re.MULTILINE):
             program += block if kind == "python" else FRAGMENT + textwrap.indent(block, "    ")
         (folder / f"{Path(page).stem.lower()}_page.py").write_text(program)
     (folder / "calls.py").write_text(CALLS)
