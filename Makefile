@@ -8,6 +8,7 @@
 # make test-gpu the tests that need a GPU, on all cards at once
 # make triton-versions  every kernel, interpreted and compiled, by the oldest and the newest Triton that the package allows (Linux)
 # make wheel  builds sdist and wheel into dist/, and tests the wheel in an environment that PYTHON makes: release/smoke.py
+# make release  what is to be published, built and checked: refused while pyproject.toml's URLs are placeholders
 # make deepspeed runs the tests under DeepSpeed's ZeRO-3, which it installs into a folder of its own (Linux)
 # make docs   builds the pages of docs/ into site/, a warning is an error (the test suite does the same)
 # All first make .venv with the versions of requirements.txt and this package. Pass e.g. PYTHON=python3.12, DEMO_ARGS="--steps 40".
@@ -32,7 +33,7 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo check test test-all test-gpu nightly matrix newest triton-versions deepspeed wheel docs lint types format toolchain clean
+.PHONY: demo check test test-all test-gpu nightly matrix newest triton-versions deepspeed wheel release docs lint types format toolchain clean
 
 demo: $(DEMO) toolchain
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
@@ -122,6 +123,16 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 	$(PYTHON) -m release.smoke dist/*.whl
 
+# In an environment of its own, so that the build sees nothing but what pyproject.toml asks for.
+release:
+	$(PYTHON) -m release.placeholders
+	rm -rf dist
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --disable-pip-version-check --quiet build==1.6.1 twine==7.0.0
+	$(VENV)-release/bin/python -m build
+	$(VENV)-release/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m release.smoke dist/*.whl
+
 deepspeed: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/deepspeed -r requirements-deepspeed.txt
 	PYTHONPATH=$(VENV)/deepspeed $(BIN)/python -m pytest $(PYTEST_ARGS) tests/integrations/test_deepspeed.py
@@ -165,4 +176,4 @@ toolchain: $(DEMO)
 	    || echo "NOTE: no Python.h, so torch.compile cannot build its CPU code: apt-get install python3-dev"
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist site *.egg-info demo_output .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-release build dist site *.egg-info demo_output .pytest_cache .ruff_cache

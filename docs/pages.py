@@ -25,6 +25,9 @@ FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<tex>.
 EMPTY_ROWS = "<tbody>\n<tr>\n<td></td>\n</tr>\n</tbody>\n"  # the rows of a table that has only a heading
 # Pages of optional parts: left out of the navigation if they do not exist.
 OPTIONAL = {"transformers.md", "distillation.md"}
+# How a search weighs a page beside others: who looks for "NaN loss" wants what to do, who looks for a function its
+# reference, and nobody a list of changes.
+BOOST = {"troubleshooting.md": 4, "api.md": 3, "changelog.md": 0.2}
 
 
 def on_config(config):
@@ -71,6 +74,9 @@ def without_missing(nav: list) -> list:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
+    if page.file.src_uri in BOOST:
+        page.meta["search"] = {"boost": BOOST[page.file.src_uri]}
+
     def directive(match: re.Match) -> str:
         word, _, rest = match[1].partition(" ")
         if word == "include":
@@ -100,8 +106,13 @@ def on_page_content(html: str, page=None, **_) -> str:
     """
     html = FORMULA.sub(formula, html).replace(EMPTY_ROWS, "").replace("::</p>", ":</p>")
     if page is not None and page.file.src_uri == "api.md":
-        html = re.sub(r"\bdocs/(\w+)\.md\b", r'<a href="../\1/">\1</a>', html)
+        html = re.sub(r"\bdocs/(\w+)\.md\b", titled_link, html)
     return html
+
+
+def titled_link(match: re.Match) -> str:
+    title = re.search(r"^# (.*)$", (ROOT / "docs" / f"{match[1]}.md").read_text(), re.MULTILINE)[1]
+    return f'<a href="{match[1]}.html">{title}</a>'
 
 
 def formula(match: re.Match) -> str:

@@ -1,4 +1,4 @@
-"""The table of whole training steps of clients, from clients.csv."""
+"""Tables of whole training steps of clients, from clients.csv."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ HEADS = {
 }
 
 
-def table(rows: Rows) -> str:
-    """One line for each head. The first line of a client names it."""
-    body, before = [], ""
-    for row in rows:
-        client = client_of(row)
-        body.append((client if client != before else "", HEADS[row["provider"]], *figures(row)))
-        before = client
-    return f"{where(rows)}\n\n{markdown(['client', 'head', 'step, ms', 'MiB', 'head, ms', 'MiB', 'errors'], body)}"
+def steps(rows: Rows) -> str:
+    """One line for each client, with the step of each head."""
+    found = {(client_of(row), row["provider"]): row for row in rows if not row["reason"]}
+    heads = dict.fromkeys(provider for _, provider in found)
+    body = []
+    for client in dict.fromkeys(client for client, _ in found):
+        timed = (found.get((client, provider)) for provider in heads)
+        body.append((client, *("{} ms, {} MiB".format(*time_and_memory(row, "step")) if row else "" for row in timed)))
+    return markdown(["", *(HEADS[provider] for provider in heads)], body)
+
+
+def of_heads(rows: Rows) -> str:
+    """One line for each head of a client."""
+    body = [(HEADS[row["provider"]], *figures(row)) for row in rows]
+    return markdown(["", "step, ms", "MiB", "head, ms", "MiB", "errors"], body)
 
 
 def client_of(row: dict[str, str]) -> str:
@@ -43,14 +50,7 @@ def time_and_memory(row: dict[str, str], part: str) -> tuple[str, str]:
     return f"{float(row[f'{part}_ms']):.1f}", f"{float(row[f'{part}_peak_MiB']):,.0f}"
 
 
-def where(rows: Rows) -> str:
-    versions = {CLIENTS[row["client"]].split()[0].rstrip(","): row["version"] for row in rows}
-    commits = " and ".join(dict.fromkeys(row["commit"] for row in rows))
-    libraries = "".join(f", {name} {version}" for name, version in versions.items())
-    return f"{rows[0]['gpu']}, commit {commits}{libraries}."
-
-
 TABLES = {
-    "clients.csv": lambda: table(rows_of("clients")),
-    "clients.csv, H100": lambda: table(rows_of("clients", "nvidia-h100")),
+    "clients.csv": lambda: steps(rows_of("clients")),
+    "clients.csv, H100": lambda: of_heads(rows_of("clients", "nvidia-h100")),
 }

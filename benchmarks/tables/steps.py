@@ -1,12 +1,10 @@
-"""Tables of a training step by provider and shape, from fwd_bwd.csv, of users' loads, from loads.csv, and of given
-logits, from cross_entropy.csv.
-"""
+"""Tables of a training step by provider and shape, from fwd_bwd.csv, and of users' loads, from loads.csv."""
 
 from __future__ import annotations
 
 from .. import loads
 from ..shapes import GROUPS
-from .markdown import Rows, error, markdown, measured_at, rows_of, shape_of, span
+from .markdown import Rows, error, markdown, rows_of, shape_of, span
 
 NAMES = {
     "ours": "**flce_ops**",
@@ -81,42 +79,6 @@ def by_card() -> str:
     return markdown(["ms", "H200", "in a CUDA graph", "best other", "H100", "best other"], body)
 
 
-# ---------------------------------------------------------------- given logits
-
-OF_LOGITS = {
-    "ours": "flce_ops",
-    "ours_in_place": "in place",
-    "torch_compile": "torch.compile",
-    "liger": "Liger",
-    "quack_in_place": "QuACK, in place",
-}
-
-
-def given_logits(rows: Rows) -> str:
-    """ms, share of a copy's bandwidth, and the host's us, with the shortest of a line in bold."""
-
-    def shape_of_logits(row: dict[str, str]) -> str:
-        return f"{row['N']}x{row['V']} {row['dtype'].replace('bfloat', 'bf').replace('float', 'fp')}"
-
-    timed = {(shape_of_logits(row), row["provider"]): row for row in rows if row["ms"]}
-    body = []
-    for shape in dict.fromkeys(shape for shape, _ in timed):
-        copy = timed[shape, "copy"]
-        shortest = min(float(timed[shape, provider]["ms"]) for provider in OF_LOGITS if (shape, provider) in timed)
-        cells = [of_logits(timed.get((shape, provider)), copy, shortest) for provider in OF_LOGITS]
-        body.append((shape, f"{float(copy['ms']):.2f}", *cells))
-    peers = {"liger": "Liger", "quack_in_place": "QuACK"}
-    return f"{measured_at(rows, peers)}\n\n{markdown(['', 'a copy', *OF_LOGITS.values()], body)}"
-
-
-def of_logits(row: dict[str, str] | None, copy: dict[str, str], shortest: float) -> str:
-    if row is None:
-        return ""
-    mark = "**" if float(row["ms"]) == shortest else ""
-    host = f", {float(row['host_us']):.0f}" if row.get("host_us") else ""
-    return f"{mark}{float(row['ms']):.2f}{mark}, {float(row['GBps']) / float(copy['GBps']):.0%}{host}"
-
-
 def hosts(rows: Rows) -> str:
     """The host's time of a small step, and what is launched for it."""
     names = {name: row["provider"] for row in rows for name in [NAMES[row["provider"]].format(row["version"])]}
@@ -136,5 +98,4 @@ TABLES = {
     "fwd_bwd: errors": lambda: errors(rows_of("fwd_bwd")),
     "loads: by card": by_card,
     "host_step.csv": lambda: hosts([row for row in rows_of("host_step") if row["commit"] != "89e60ffc"]),
-    "cross_entropy.csv": lambda: given_logits(rows_of("cross_entropy")),
 }

@@ -96,10 +96,8 @@ def linear_kl_div(
 ) -> Tensor:
     r"""Divergence between a student's and a teacher's distributions, without the logits of either.
 
-    Same as ``F.kl_div(F.log_softmax(F.linear(input, linear_weight), -1), F.log_softmax(F.linear(teacher_input,
-    teacher_weight), -1), log_target=True, reduction="none").sum(-1).mean()`` without the (N, V) matrices.
-
-    The loss of each valid token, with q the student's and p the teacher's probabilities over the vocabulary::
+    Same as ``F.kl_div(log q, log p, log_target=True, reduction="none").sum(-1).mean()`` for q the student's and p the
+    teacher's probabilities. The loss of each valid token::
 
         z = logit_scale * (input @ linear_weight.T + linear_bias)
         z = softcap * tanh(z / softcap), with softcap
@@ -114,56 +112,36 @@ def linear_kl_div(
         "nla"      -log(sum min(p, q)), negative log-acceptance
 
     Args:
-        input: the student's hidden states, (..., D); float64, float32, bfloat16 or float16.
-        linear_weight: weight of the student's head, (V, D), in input's dtype (any floating dtype under autocast).
-        teacher_input: the teacher's hidden states, (..., E): as many tokens; E need not be D, nor the dtype input's.
-        teacher_weight: weight of the teacher's head, (V, E), in teacher_input's dtype; the vocabulary is the student's.
-        teacher_probs: the teacher's probabilities, (..., V), instead of its pair. Exact zeros are fine. Probabilities
-            that do not add up to 1, such as a truncated top-k, give the value and the gradient of the sums above.
-        linear_bias, teacher_bias: biases of the two heads, (V,).
-        kind: "forward", "reverse", "jsd", "tv" or "nla". Where p = q, "tv" and "nla" have the middle of their
-            subgradients.
-        beta: weight of the teacher in the mixture of "jsd", as in TRL's generalized_jsd_loss, Liger's fused linear JSD
-            and Agarwal et al.: 0 stands for "forward" and 1 for "reverse".
-        target: (...), int64, int32 or uint8, read only to see which tokens are ignored: those equal to
-            ``ignore_index``.
-        ignore_index: target value of tokens that do not count. None is -100.
-        token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
-            Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient.
-        reduction: "none": divergence per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
-            tokens (F.kl_div's "batchmean" of flattened tokens). Without a valid token it is 0, as in distillation
-            trainers, where F.cross_entropy gives nan. "sum".
-        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
-        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient;
-            teacher_logit_scale must then be given.
-        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        temperature: a number that divides the student's and the teacher's logits after the caps. Multiply the loss by
-            temperature ** 2 yourself if you want the gradient's size kept (Hinton et al.).
-        teacher_logit_scale: factor on the teacher's logits; logit_scale by default.
-        teacher_softcap: bound on the teacher's logits; none by default, also if the student has one.
-        vocab_size: the number of classes if the student's or the teacher's vocabulary is padded. Classes from
-            vocab_size on have no probability on either side, whatever the weights hold there, and gradient 0; what
-            teacher_probs has there is left out. linear_weight, teacher_weight and teacher_probs may then differ in V.
-            If linear_weight is longer, its gradient is copied; nothing else is. Not with DTensors.
-        shift: as in ``linear_cross_entropy``: position t is left out if label t + 1 is ``ignore_index``, and so is the
-            last position of each sequence.
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
+        input: hidden states, (..., D); float64, float32, bfloat16 or float16.
+        linear_weight: (V, D), in input's dtype.
+        teacher_input: (..., E), in any of these dtypes.
+        teacher_weight: (V, E), in teacher_input's dtype.
+        teacher_probs: probabilities, (..., V), instead of that pair; need not add up to 1.
+        linear_bias, teacher_bias: (V,).
+        kind: one of the five.
+        beta: the teacher's weight in "jsd"; 0 stands for "forward", 1 for "reverse".
+        target, ignore_index: tokens whose target, (...), is ``ignore_index`` do not count.
+        reduction: as in ``linear_cross_entropy``, but the "mean" of no token is 0.
+        logit_scale, softcap: as in ``linear_cross_entropy``, of the student.
+        teacher_logit_scale: a number; logit_scale by default.
+        teacher_softcap: none by default.
+        temperature: a number, for both.
+        vocab_size: classes from it on are padding, without probability; the padded sizes may differ.
+
+    Args: Training
+        token_weight, normalizer, shift, batch_invariant: as in ``linear_cross_entropy``.
 
     Returns:
-        The divergence in nats per token, float32 (float64 for float64 input), of shape () or, for "none", (...). The
-        result is inf, with a gradient of nan, if the first distribution has probability on a class to which the second
-        gives exactly 0 (teacher_probs under "reverse"). A class to which both give 0 has no part in value or gradient,
-        where F.kl_div of the logits makes nan.
+        The divergence in nats, float32 or float64, () or, for "none", (...). inf, with a gradient of nan, where the
+        second distribution is exactly 0 and the first is not.
 
     Raises:
-        ValueError, TypeError: a shape, value or dtype that does not fit, by the argument's name.
-        NotImplementedError: a teacher tensor that requires a gradient (the teacher is constant: detach it);
-            forward-mode or second derivatives; a layout of DTensors that docs/distillation.md does not list.
+        ValueError, TypeError: by the argument's name.
+        NotImplementedError: a teacher tensor that requires a gradient; forward-mode or second derivatives; vocab_size
+            with DTensors.
 
     Composability:
-        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, activation checkpointing, DTensor with tokens
-        or vocabulary sharded. Forward makes the gradients of a scalar loss, in the same pass over the logits. In
-        float16, under checkpointing, torch.func and for reduction="none" backward makes the logits again instead.
+        As ``linear_cross_entropy``.
 
     Source:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy Distillation of

@@ -143,44 +143,37 @@ def linear_log_probs(
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
-        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``. Or K classes of each, (..., K).
+        linear_weight: weight of the head, (V, D), in input's dtype.
+        target: the tokens, (...), int64, int32 or uint8. Or K classes of each, (..., K).
         linear_bias: (V,), in input's dtype.
-        ignore_index: target value of tokens without results: 0, argmax -1, and no gradient. None is -100. Among K
-            classes such a class has log-probability 0, and a token with only such classes is ignored.
-        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
-            gets its gradient.
-        shift: as in ``linear_cross_entropy``: position t has the log-probability of target's token t + 1.
+        ignore_index: target of tokens without results: 0, argmax -1, and no gradient. None is -100. Among K classes
+            such a class has log-probability 0, and a token with only such classes is ignored.
+        softcap, logit_scale, temperature, shift, batch_invariant: as in ``linear_cross_entropy``.
         entropy: also return the entropy of each token's distribution.
         argmax: also return the class of the largest logit (the first of equals).
-        tail: also return the log-probability of all classes together that target does not name. The result ends at the
+        tail: also return the log-probability of all classes together that target does not name. It ends at the
             logarithm of the dtype's eps (-15.9 in float32), below which it would be a rounding error, and has no
             gradient there.
-        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``: a sparse
-            gradient, of lse and of the tail, too, but not of the entropy (detach the entropy).
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
-        return_metrics: names of further results, constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
-            ``"mean_logit"``, mean_j z_j. The result is a pair then.
+        return_metrics: names of further constants: ``"log_sum_sq_probs"``, log sum_j softmax(z)_j ** 2, and
+            ``"mean_logit"``, mean_j z_j.
+
+    Args: Sparse gradient, see docs/numerics.md
+        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``; of lse and
+            of the tail, too, but not of the entropy (detach the entropy).
 
     Returns:
-        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``. log_probs has target's shape, the others are
-        one number per token, (...), or None where not asked for. All but argmax are differentiable and float32 (float64
-        for float64 input), in nats.
-        With ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
+        ``LinearLogProbs(log_probs, lse, entropy, argmax, tail_log_prob)``, in nats, float32 or float64. log_probs has
+        target's shape, the others are (...), or None where not asked for. All but argmax are differentiable. With
+        ``return_metrics`` a pair of that result and a dict of the named metrics, (...) each, 0 at ignored tokens.
 
     Raises:
-        As ``linear_cross_entropy``. NotImplementedError: with gradient_threshold the gradient of the entropy, and
-            DTensors of a sharded vocabulary.
+        ValueError, TypeError, IndexError, NotImplementedError: as in ``linear_cross_entropy``.
 
     Composability:
-        As ``linear_cross_entropy``. 1 GEMM pass of 2NDV; with gradients 3 for tokens with saved logits
-        (``set_workspace``), 4 for the others. Ranks that share a vocabulary exchange 2 to 7 numbers per token, and
-        K - 1 more for K classes. What is not asked for costs nothing.
+        As ``linear_cross_entropy``. What is not asked for costs nothing.
 
     Source:
-        docs/kernels.md has the mathematics, docs/log_probs.md what each result is for and costs.
+        docs/log_probs.md has what each result is for and costs, docs/kernels.md the mathematics.
     """
 
 
@@ -232,49 +225,38 @@ def linear_token_loss(
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
-        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: class of each token, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``; or K classes, (...,
-            K).
-        function: of **one token**: takes its log-probability and one entry of each of ``tensors``, returns its loss,
-            all as 0-d tensors. ``torch.func.vmap`` maps it, autograd differentiates it. With K classes ``log_prob`` is
-            (K,). Keyword-only parameters named ``lse`` (the logsumexp of the token's logits) and ``entropy`` (of its
-            distribution) get these numbers, 0-d. Any callable; torch.compile and torch.export take one that is
-            decorated with ``flce_ops.token_loss``.
-        tensors: constants, which the function gets after log_prob: tensors of target's shape (...), of which it gets a
-            0-d tensor; with more dimensions, of which it gets one token's; 0-d tensors and numbers, which all tokens
-            share. Floating ones in the dtype of log_prob.
+        linear_weight: weight of the head, (V, D), in input's dtype.
+        target: class of each token, (...), int64, int32 or uint8; or K classes, (..., K).
+        function: of **one token**: takes its log-probability, (K,) with K classes, and one entry of each of
+            ``tensors``; returns its loss, 0-d. Keyword-only parameters named ``lse`` and ``entropy`` get the token's
+            logsumexp and entropy, 0-d. torch.compile and torch.export take a function that is decorated with
+            ``flce_ops.token_loss``.
+        tensors: constants that the function gets after log_prob: tensors of target's shape, of which it gets a 0-d
+            tensor; with more dimensions, of which it gets one token's; 0-d tensors and numbers, which all tokens share.
         linear_bias: (V,), in input's dtype.
-        reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
-            tokens, nan without one. "sum".
-        ignore_index: target value of tokens that do not count, whatever the tensors hold there. None is -100. Of K
-            classes some may be ignored: their log_prob is -1, and gets no gradient.
-        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits after the cap: a number; without softcap a 0-d tensor, which gets its gradient.
-        token_weight: factor per token, (...), differentiable. The denominator of "mean" does not contain token_weight.
-            Tokens of weight 0 are left out like ignored ones, unless token_weight gets a gradient.
-        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
+        ignore_index: target of tokens that do not count, whatever the tensors hold there. None is -100. An ignored one
+            of K classes has log_prob -1, without a gradient.
+        reduction, softcap, logit_scale, temperature: as in ``linear_cross_entropy``.
+
+    Args: Training
+        token_weight, normalizer, batch_invariant: as in ``linear_cross_entropy``.
 
     Returns:
-        ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs have target's shape and
-        are constants, 0 where ignored and at tokens of weight 0.
+        ``LinearPolicyResult(loss, log_probs)``, float32 or float64. log_probs have target's shape and are constants, 0
+        where ignored and at tokens of weight 0.
 
     Raises:
-        ValueError, TypeError, IndexError: as in ``linear_cross_entropy``; a function that returns something else than a
-            floating 0-d tensor, whose result does not depend on log_prob, or that means something else for a vector of
-            tokens (``x - x.mean()`` is 0 for one token).
+        ValueError, TypeError, IndexError: as in ``linear_cross_entropy``; a function whose result is no floating 0-d
+            tensor, does not depend on log_prob, or means something else for a vector of tokens (``x - x.mean()`` is 0
+            for one token).
         RuntimeError: a function that branches on a value, reads one (``.item()``), or draws random numbers.
-        NotImplementedError: tensors that require a gradient (detach them), and a function that closes over one;
-            forward-mode derivatives.
+        NotImplementedError: tensors that require a gradient (detach them), and a function that closes over one.
 
     Composability:
-        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
-        graphs, DTensor. Forward makes the gradients of a scalar loss, in the same pass over the logits. In float16,
-        under checkpointing, torch.func, for reduction="none", for a function of the entropy and over a sharded
-        vocabulary backward makes them, as those of ``linear_log_probs``. The first call of a function compares it with
-        a call for all tokens at once, which waits for the GPU; later calls do not. A nan of a token that counts is the
-        loss's and the gradients': ``torch.where`` does not stop it in a derivative. See docs/token_losses.md.
+        As ``linear_cross_entropy``.
+
+    Source:
+        docs/token_losses.md has examples, costs and what a nan does.
     """
 
 
@@ -309,8 +291,8 @@ def linear_policy_loss(
 ) -> LinearPolicyResult:
     r"""The token losses of PPO, GRPO, DAPO and CISPO with their KL term, without the (N, V) logits.
 
-    Same as the formulas below on ``linear_log_probs(input, linear_weight, target, linear_bias).log_probs``, in 3 GEMM
-    passes for loss and gradients. The loss of each valid token, with A its advantage::
+    Same as these formulas on ``linear_log_probs(input, linear_weight, target, linear_bias).log_probs``, in 3 GEMM
+    passes. The loss of each valid token, with A its advantage::
 
         r     = exp(log_prob - old_log_prob)
         clip  = min(max(r, 1 - clip_low), 1 + clip_high)
@@ -325,54 +307,36 @@ def linear_policy_loss(
 
     Args:
         input: hidden states, (..., D); float64, float32, bfloat16 or float16.
-        linear_weight: weight of the head, (V, D), in input's dtype (any floating dtype under autocast).
-        target: the tokens that were sampled, (...), int64, int32 or uint8, in [0, V) or ``ignore_index``.
-        advantages: (...), constants. Multiply the advantages by a weight that the objective alone should have, such as
-            the correction for another sampler's probabilities.
-        old_log_probs: log-probabilities of the policy that sampled, (...), constants. None stands for this policy: r
-            is 1 then, with its gradient.
-        ref_log_probs: log-probabilities of the reference model, (...), constants. Read where beta is not 0.
+        linear_weight: weight of the head, (V, D), in input's dtype.
+        target: the sampled tokens, (...), int64, int32 or uint8.
+        advantages: (...), constants.
+        old_log_probs: of the policy that sampled, (...), constants. None: of this policy, so r is 1, with its gradient.
+        ref_log_probs: of the reference model, (...), constants; for beta.
         linear_bias: (V,), in input's dtype.
         objective: "ppo" (also GRPO's, Dr. GRPO's and DAPO's) or "cispo".
-        clip_low: the ratio's lower bound is 1 - clip_low; ``math.inf`` for none. Not negative.
-        clip_high: the ratio's upper bound is 1 + clip_high. Not negative.
-        dual_clip: for "ppo", a bound on the ratio where the advantage is negative; greater than 1.
-        beta: factor of the KL term; 0 for none.
-        kl_estimator: "k1", "k2" or "k3" (Schulman, "Approximating KL divergence", 2020); differentiated as written.
-        reduction: "none": loss per token, 0 where ignored. "mean": sum over tokens divided by the number of valid
-            tokens, nan without one. "sum".
-        ignore_index: target value of tokens that do not count, whatever the other arguments hold there. None is -100.
-        softcap: bound on the logits' magnitude, applied after ``logit_scale``.
-        logit_scale: factor on the logits before the cap: a number, or a 0-d tensor, which gets its gradient.
-        temperature: divides the logits after the cap, as sampling does: a number; without softcap a 0-d tensor, which
-            gets its gradient.
-        token_weight: factor per token, (...), on the objective and on the KL term, differentiable: 1 / the completion's
-            length for GRPO's mean of means. The denominator of "mean" does not contain token_weight. Tokens of weight
-            0 are left out like ignored ones, unless token_weight gets a gradient.
-        normalizer: number or 0-d tensor that divides the sum instead of the count, for "mean" and "sum".
-        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``;
-            backward makes the gradients then.
-        batch_invariant: as in ``linear_cross_entropy``, for the bits of input's gradient.
+        clip_low, clip_high: distances of the ratio's bounds from 1, not negative; clip_low may be ``math.inf``.
+        dual_clip: bound on the ratio where the advantage is negative, above 1; for "ppo".
+        beta: factor of the KL term.
+        kl_estimator: "k1", "k2" or "k3", differentiated as written.
+        reduction, ignore_index, softcap, logit_scale, temperature: as in ``linear_cross_entropy``.
+
+    Args: Training
+        token_weight, normalizer, batch_invariant: as in ``linear_cross_entropy``.
+
+    Args: Sparse gradient, see docs/numerics.md
+        gradient_threshold, gradient_mode, gradient_seed, gradient_sparse: as in ``linear_cross_entropy``.
 
     Returns:
-        ``LinearPolicyResult(loss, log_probs)``; float32 (float64 for float64 input). log_probs are constants, for the
-        share of clipped tokens or an estimate of the KL. They are 0 at tokens of weight 0.
+        ``LinearPolicyResult(loss, log_probs)``, float32 or float64; log_probs are constants, 0 at tokens of weight 0.
 
     Raises:
-        ValueError, TypeError, IndexError: as in ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO),
-            by its name.
-        NotImplementedError: advantages, old_log_probs or ref_log_probs that require a gradient (detach them);
-            forward-mode derivatives; a sharded vocabulary with gradient_threshold.
+        ValueError, TypeError, IndexError: as in ``linear_cross_entropy``; an objective of whole sequences (GSPO, DPO).
+        NotImplementedError: advantages or log-probabilities that require a gradient (detach them).
 
     Composability:
-        torch.compile(fullgraph=True), autocast, torch.func.grad / vmap, double backward, activation checkpointing, CUDA
-        graphs, DTensor. Forward makes the gradients of a scalar loss, in the same pass over the logits. In float16,
-        under checkpointing, torch.func, for reduction="none" and over a sharded vocabulary backward makes them, as
-        those of ``linear_log_probs``. Where a ratio overflows, the loss is that of the formula; the gradient of a token
-        beyond its bound is 0 all the same.
+        As ``linear_cross_entropy``.
 
     Source:
-        Schulman et al., "Proximal Policy Optimization Algorithms", 2017; Shao et al., "DeepSeekMath", 2024 (GRPO); Yu
-        et al., "DAPO", 2025; MiniMax, "MiniMax-M1", 2025 (CISPO); Ye et al., "Mastering Complex Control in MOBA
-        Games", 2020 (dual clip). See docs/policy_loss.md.
+        PPO: Schulman et al., 2017; GRPO: Shao et al., "DeepSeekMath", 2024; DAPO: Yu et al., 2025; CISPO: "MiniMax-M1",
+        2025; dual clip: Ye et al., 2020; KL: Schulman, "Approximating KL divergence", 2020. See docs/policy_loss.md.
     """

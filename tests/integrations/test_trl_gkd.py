@@ -1,7 +1,4 @@
-"""The loss of TRL's GKDTrainer as the guide writes it, because that trainer has no function to replace."""
-
-import re
-from pathlib import Path
+"""The loss of TRL's GKDTrainer as the example writes it, because that trainer has no function to replace."""
 
 import pytest
 
@@ -13,19 +10,15 @@ from tiny_models import make_batch, make_model
 from transformers import set_seed
 from trl_inputs import STEPS, texts, word_tokenizer
 
-import flce_ops
-
 
 @pytest.fixture(scope="module")
 def gkd_trainers(tmp_path_factory):
-    """Makes TRL's GKDTrainer or the guide's, with a model and a teacher."""
+    """Makes TRL's GKDTrainer or the example's, with a model and a teacher."""
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    guide = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
-    (code,) = (block for block in re.findall(r"```py\n(.*?)```", guide, re.DOTALL) if "GKDTrainer" in block)
-    names = {"GKDTrainer": GKDTrainer, "torch": torch, "flce_ops": flce_ops}
-    exec(code, names)
+    from examples.gkd_trainer import FusedGKDTrainer
+
     tokenizer = word_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     questions = zip(texts(8, 4, seed=1), texts(8, 5, seed=2))
@@ -49,7 +42,7 @@ def gkd_trainers(tmp_path_factory):
             lmbda=0.0,  # nothing is sampled
             beta=beta,
         )
-        kind = names["FusedGKDTrainer"] if ours else GKDTrainer
+        kind = FusedGKDTrainer if ours else GKDTrainer
         models = {"model": make_model(), "teacher_model": make_model()}
         return kind(
             **models, args=args, train_dataset=Dataset.from_dict({"messages": roles}), processing_class=tokenizer
@@ -60,7 +53,7 @@ def gkd_trainers(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of experimental trainers
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_loss_of_gkd_as_the_guide_writes_it(beta, gkd_trainers):
+def test_the_loss_of_gkd_as_the_example_writes_it(beta, gkd_trainers):
     trainers, batch = [gkd_trainers(ours, beta=beta) for ours in (True, False)], make_batch()
     nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
     for inputs, items in ((batch, None), (batch, 11), (batch, torch.tensor(11)), (nothing, None)):
@@ -76,7 +69,7 @@ def test_the_loss_of_gkd_as_the_guide_writes_it(beta, gkd_trainers):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_steps_of_gkd_as_the_guide_writes_them(bf16, gkd_trainers):
+def test_the_steps_of_gkd_as_the_example_writes_them(bf16, gkd_trainers):
     """In bfloat16 the trunks run outside of the forward that accelerate has wrapped in autocast."""
     ours, theirs = (gkd_trainers(ours, bf16=bf16) for ours in (True, False))
     before = {name: parameter.detach().clone() for name, parameter in theirs.model.named_parameters()}

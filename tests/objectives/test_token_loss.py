@@ -3,11 +3,10 @@
 # N tokens, K classes of each, D hidden, V vocabulary
 
 import functools
-import re
 
 import pytest
 import torch
-from fresh_process import ROOT
+from guides import names_after
 from reference_loss import error
 from reference_token_loss import dense_token_loss, make_call, run
 from torch.utils.checkpoint import checkpoint
@@ -25,15 +24,28 @@ ONE_PASS, FORWARD = "linear_cross_entropy_with_grad", "linear_cross_entropy_forw
 
 @functools.cache
 def page():
-    """The names that the code of docs/token_losses.md defines."""
-    names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/token_losses.md").read_text(), re.S):
-        exec(code, names)
-    return names
+    """The names that the code of docs/token_losses.md defines, and two more losses."""
+    return names_after("docs/token_losses") | {"generalized": generalized, "surrogate": surrogate}
 
 
 def per_token(*low_high):
     return [torch.empty(RAGGED[0], dtype=torch.float64).uniform_(*bounds) for bounds in low_high]
+
+
+@flce_ops.token_loss
+def generalized(log_prob, alpha):
+    return -torch.expm1(alpha * log_prob) / alpha
+
+
+@flce_ops.token_loss
+def surrogate(log_prob, advantage, old, low, high, dual):
+    """PPO's clipped surrogate with a dual clip, as a user would write it."""
+    log_ratio, negative = log_prob - old, advantage < 0
+    lower, upper = torch.where(negative, 1 - low, 0.0), torch.where(negative, dual, 1 + high)
+    ratio = log_ratio.detach().exp()
+    beyond = (ratio < lower) | (ratio > upper)
+    within = torch.where(beyond, 0.0, log_ratio).exp()
+    return -advantage * torch.where(beyond, ratio.clamp(lower, upper), within)
 
 
 EXAMPLES = {

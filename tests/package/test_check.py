@@ -1,5 +1,11 @@
 """`python -m flce_ops.check` passes a correct installation and reports what is wrong."""
 
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,11 +21,12 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_is_exact_is_as_promised(device, capsys, monkeypatch):
-    monkeypatch.setattr(check, "step", lambda head: [])  # the step takes seconds
+    monkeypatch.setattr(check, "step", lambda head, progress: [])  # the step takes seconds
     assert check.main(["--device", device]) == 0
     shown = capsys.readouterr().out
     assert f"flce_ops {flce_ops.__version__} on {device}" in shown and f"PyTorch version: {torch.__version__}" in shown
-    assert shown.count("| yes |") == 4 * len(check.DTYPES) and shown.endswith("all as promised\n")
+    assert shown.count("| yes |") == 4 * len(check.DTYPES)
+    assert re.search(r"\n\nall as promised, in \d+ s\n$", shown)
 
 
 def test_a_gradient_that_is_off_by_a_thousandth_is_told(capsys, monkeypatch):
@@ -41,43 +48,78 @@ class Off(torch.autograd.Function):
         return 1.001 * gradient
 
 
-@pytest.mark.parametrize("milliseconds, promised", [(2.0, True), (4.0, False)])
-def test_a_step_slower_than_the_eager_one_is_told_and_one_slower_than_the_compiled_is_not(
-    milliseconds, promised, monkeypatch
+def test_progress_goes_to_stderr_and_names_every_case(capsys):
+    """The block on stdout is for an issue."""
+    check.main(["--device", "cpu"])
+    printed = capsys.readouterr()
+    told = re.findall(r"^\[ *\d+\.\d s\] (.*)$", printed.err, re.MULTILINE)
+    assert len(told) == 1 + len(check.CASES) * len(check.DTYPES) and not any(line in printed.out for line in told)
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(1)
+    return check.make_head(check.SHAPES["cpu"], torch.device("cpu")).to(torch.bfloat16)
+
+
+def test_the_exact_loss_is_that_of_all_logits_in_float64(head):
+    expected = check.derived(check.plain_loss, head.to(torch.float64))
+    for found, exact in zip(check.exact_loss(head, rows=7), expected):
+        torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_has_errors_and_time_beside_eager_and_compiled_torch(device, head, monkeypatch):
+    """On a GPU the memory, too. A CPU's compiler takes seconds: the compiled function is the eager one there."""
+    told = []
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda function: function)
+    else:
+        head = check.make_head(check.TIMED, torch.device("cuda")).to(torch.bfloat16)
+    value, gradients, time, *memory = check.step(head, told.append)
+    assert len(told) == 4 and len(memory) == (device == "cuda")
+    for line in (value, gradients):
+        assert line.promised and all(float(cell) < 1e-2 for cell in line.numbers), line
+    assert all(cell.endswith(" ms") and float(cell[:-3]) > 0 for cell in time.numbers)
+    assert all(line.promised and all(cell.endswith(" MiB") for cell in line.numbers) for line in memory)
+    assert value.path in ("triton", "aten")
+
+
+def measured(milliseconds, mib, head):
+    return check.Measured(check.exact_loss(head), milliseconds, mib)
+
+
+@pytest.mark.parametrize(
+    "milliseconds, mib, promised",
+    [(2.0, 1.0, [True, True]), (4.0, 1.0, [False, True]), (2.0, 4.0, [True, False]), (2.0, 1e4, [True, False])],
+)
+def test_a_step_slower_or_larger_than_promised_is_told_and_one_slower_than_the_compiled_is_not(
+    milliseconds, mib, promised, head, monkeypatch
 ):
-    measured = iter([(milliseconds, 1), (3.0, 2), (1.0, 2)])  # flce_ops, eager, torch.compile
-    monkeypatch.setattr(check, "time_and_memory", lambda function, head: next(measured))
-    head = check.make_head(check.SHAPES["cpu"], torch.device("cpu")).to(torch.float32)
-    times = [line.promised for line in check.step(head) if line.what.startswith("step of")]
-    assert times == [promised, True]
+    each = iter([(milliseconds, mib), (3.0, 5.0), (1.0, 3.0)])  # flce_ops, eager, torch.compile
+    monkeypatch.setattr(check, "time_and_memory", lambda function, head: measured(*next(each), head))
+    lines = check.step(head, lambda what: None)
+    assert [line.promised for line in lines] == [True, True, *promised]
 
 
 @pytest.mark.parametrize("failing, told", [("eager", True), ("torch.compile", True), ("flce_ops", False)])
-def test_only_an_error_of_plain_torch_is_told_and_passed_over(failing, told, capsys, monkeypatch):
+def test_only_an_error_of_plain_torch_is_told_and_passed_over(failing, told, head, capsys, monkeypatch):
     """Its logits may not fit the memory. An error of the package ends the check."""
     names = iter(["flce_ops", "eager", "torch.compile"])
 
-    def measured(function, head):
+    def fails(function, head):
         if next(names) == failing:
             raise RuntimeError("no room")
-        return 1.0, 2
+        return measured(1.0, 2.0, head)
 
-    monkeypatch.setattr(check, "time_and_memory", measured)
-    head = check.make_head(check.SHAPES["cpu"], torch.device("cpu")).to(torch.float32)
+    monkeypatch.setattr(check, "time_and_memory", fails)
     if told:
-        assert not any(failing in line.what for line in check.step(head))
+        for line in check.step(head, lambda what: None):
+            assert [cell == "" for cell in line.numbers] == [False, failing == "eager", failing == "torch.compile"]
         assert f"{failing}: RuntimeError: no room" in capsys.readouterr().out
     else:
         with pytest.raises(RuntimeError, match="no room"):
-            check.step(head)
-
-
-@pytest.mark.gpu
-def test_a_step_is_measured(capsys):
-    head = check.make_head(check.TIMED, torch.device("cuda")).to(torch.bfloat16)
-    lines = check.step(head)
-    assert [line.what for line in lines][-1] == "workspace" and lines[-1].promised
-    assert {line.path for line in lines} <= {"triton", "aten"}
+            check.step(head, lambda what: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -87,3 +129,18 @@ def test_a_device_that_is_not_there_is_told_without_a_traceback(capsys):
             check.main(["--device", name])
         assert stopped.value.code == 2 and f"error: --device {name}: " in (said := capsys.readouterr().err)
         assert hint in said
+
+
+def test_the_commands_of_the_package_are_listed_and_exist():
+    done = subprocess.run([sys.executable, "-m", "flce_ops"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    commands = re.findall(r"^  python -m ([\w.]+)  +\S", done.stdout, re.MULTILINE)
+    assert all(importlib.util.find_spec(name) for name in commands)
+    runnable = [path.stem for path in Path(flce_ops.__file__).parent.glob("*.py") if "argparse" in path.read_text()]
+    assert sorted(commands[:2]) == sorted(f"flce_ops.{name}" for name in runnable) and len(commands) == 4
+
+
+def test_a_bug_report_asks_for_what_the_check_prints():
+    form = (Path(__file__).resolve().parents[2] / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
+    asked = form.split("id: check\n")[1].split("- type:")[0]
+    assert "`python -m flce_ops.check`" in asked and "required: true" in asked

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from guides import CONTINUE_TRAIN, names_after
 
 import flce_ops
-from flce_ops.support import workspace as budgets
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -37,7 +37,7 @@ def site(tmp_path_factory):
 
 
 def page(site: Path, name: str) -> str:
-    return (site / name / "index.html").read_text()
+    return (site / f"{name}.html").read_text()
 
 
 def test_the_reference_documents_every_public_name(site):
@@ -59,19 +59,14 @@ def test_the_reference_has_no_name_but_public_ones_and_the_fields_of_results(sit
         assert all(f">{field}</span>" in section for field in result._fields), result
 
 
-@pytest.mark.parametrize("name", "README index numerics performance quickstart policy_loss token_losses".split())
+@pytest.mark.parametrize(
+    "name",
+    ["README", *(f"docs/{page}" for page in ("index", "quickstart", "performance", "numerics", *CONTINUE_TRAIN))],
+)
 def test_code_of_the_page_runs(name):
-    names: dict[str, object] = {}
-    path = ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
-    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
-    assert blocks
-    try:
-        for block in blocks:
-            if "transformers" not in block or importlib.util.find_spec("transformers"):  # CI installs it
-                exec(block, names)
-    finally:
-        budgets._temporary.set(None)
-        budgets._retained.set(None)
+    if name == "docs/transformers":
+        pytest.importorskip("transformers")
+    names_after(name)
 
 
 def text_of(node: ast.AST, names: dict[str, ast.expr] | None = None) -> str | None:

@@ -10,7 +10,7 @@ grimp = pytest.importorskip("grimp")
 
 # From the user-facing layer downwards. A layer imports only those below it. Names in one line do not import each other.
 LAYERS = (
-    {"check", "integrations", "parallel", "plan"},
+    {"__main__", "check", "integrations", "parallel", "plan"},
     {"modules"},
     {"functional"},
     {"entry"},

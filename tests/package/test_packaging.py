@@ -1,5 +1,6 @@
 """The wheel and the sdist: their contents, and that they install, import and type-check on their own."""
 
+import email
 import importlib.metadata
 import inspect
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guides import CONTINUE_TRAIN
 
 import flce_ops
 from flce_ops.functional.log_probs import Keywords
@@ -106,13 +108,71 @@ def test_the_wheel_from_the_sdist_is_the_same(built):
     assert names_and_contents(built[0]) == names_and_contents(built[2])
 
 
-def test_the_metadata_has_the_version_the_extras_and_no_dependency_but_torch(built):
-    metadata = next(text for name, text in names_and_contents(built[0]).items() if name.endswith("METADATA")).decode()
-    assert re.search(r"^Version: (.*)$", metadata, re.MULTILINE)[1] == flce_ops.__version__
-    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
-    assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
-    extras = set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE))
-    assert {"bench", "demo", "docs", "test", "triton"} <= extras
+def test_the_wheel_is_smaller_than_400_kb(built):
+    assert built[0].stat().st_size < 400_000
+
+
+@pytest.fixture(scope="module")
+def metadata(built):
+    """The wheel's METADATA: an e-mail message, whose body is the long description."""
+    text = next(text for name, text in names_and_contents(built[0]).items() if name.endswith("METADATA"))
+    return email.message_from_string(text.decode())
+
+
+def test_the_metadata_has_the_version_the_extras_and_no_dependency_but_torch(metadata):
+    assert metadata["Version"] == flce_ops.__version__
+    assert [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line] == ["torch>=2.11"]
+    assert {"bench", "demo", "docs", "test", "triton"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_the_metadata_says_who_where_for_whom_and_under_which_license(metadata):
+    assert metadata["Author"] == "The flce_ops authors" and "Author-email" not in metadata
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert set(urls) == {"Homepage", "Documentation", "Issues", "Changelog"}
+    assert all(url.startswith(urls["Homepage"]) for url in urls.values())
+    classifiers = metadata.get_all("Classifier")
+    assert {line.split(" :: ")[0] for line in classifiers} >= {"Development Status", "Intended Audience", "Topic"}
+    assert metadata["License-Expression"] == "BSD-3-Clause" and metadata.get_all("License-File") == ["LICENSE"]
+    assert not [line for line in classifiers if line.startswith("License")]  # an index refuses both
+
+
+def test_links_of_the_long_description_lead_to_the_files_of_the_release(metadata):
+    description, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    links = re.findall(
+        r"(!?)\[[^\]]*\]\(([^)\s#]+)", re.sub(r"```.*?```|`[^`\n]*`", "code", description, flags=re.DOTALL)
+    )
+    home = dict(line.split(", ") for line in metadata.get_all("Project-URL"))["Homepage"]
+    paths = []
+    for image, link in links:
+        assert link.startswith("https://"), link
+        of_file = f"{home}/{'raw' if image else 'blob'}/v{flce_ops.__version__}/"
+        if link.startswith(home):
+            assert link.startswith(of_file), link
+            paths.append(link.removeprefix(of_file))
+    assert paths and all((ROOT / path).exists() for path in paths)
+    code = [re.findall(r"```.*?```", text, re.DOTALL) for text in (description, readme)]
+    assert code[0] == code[1]
+
+
+def test_a_release_with_placeholders_is_refused(tmp_path, capsys):
+    from release.placeholders import main
+
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project.urls]\nHomepage = "https://github.com/a/b"\nIssues = "https://x.invalid/issues"\n')
+    assert main(project) == 1 and "https://x.invalid/issues\n" in capsys.readouterr().err
+    project.write_text('[project.urls]\nHomepage = "https://github.com/a/b"  # .invalid stood here\n')
+    assert main(project) == 0
+    recipe = re.search(r"^release:\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert recipe == "$(PYTHON) -m release.placeholders"
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    assert workflow.index("release.placeholders") < workflow.index("-m build\n")
+
+
+def test_the_address_of_the_repository_is_written_in_one_place():
+    address = re.search(r'^Homepage = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    files = subprocess.run(["git", "grep", "-lF", address], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert files in (["pyproject.toml"], [])  # none where there is no git
 
 
 def test_the_installed_wheel_trains_in_a_fresh_process(built, tmp_path):
@@ -232,9 +292,10 @@ def typed_programs(built, tmp_path_factory):
     (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
     for page in PAGES:
         program = ""
-        for kind, block in re.findall(
-            r"^```(py|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
-        ):
+        text = (ROOT / page).read_text()
+        if Path(page).stem in CONTINUE_TRAIN:
+            text = (ROOT / "docs" / "quickstart.md").read_text() + text
+        for kind, block in re.findall(r"^```(py|python)\n(.*?)```", text, re.DOTALL | re.MULTILINE):
             program += block if kind == "python" else FRAGMENT + textwrap.indent(block, "    ")
         (folder / f"{Path(page).stem.lower()}_page.py").write_text(program)
     (folder / "calls.py").write_text(CALLS)

@@ -70,8 +70,8 @@ INTERPRETER = Tiles(32, 128, 32, num_warps=1, num_stages=1, tma=False)
 #   weight      682 / 701 / 606   these tiles, first chunk; cuBLAS 684 / 475 / 619
 #               663 / 683 / 642   a later chunk; cuBLAS 663 / 396 / 649
 # A later chunk at 2048x4096x128256 / 1664x896x151936 / 1920x640x262144 / 4096x768x50304
-#               619 / 546 / 528 / 655   these tiles; cuBLAS 632 / 588 / 609 / 649
-#               623 / 537 / 524 / 630   three stages, groups of 8 (the figures above)
+#               623 / 537 / 524 / 630   these tiles; cuBLAS 632 / 588 / 609 / 649
+#               619 / 546 / 528 / 655   four stages, groups of 16: no gain in a step, which the card's power limits
 #               570 / 525 / 562 / 588   256x128, which wastes no columns at D = 640
 # The input's gradient has few tiles with long main loops, so its loop over tiles is never flattened.
 INPUT_TILES = {
@@ -83,7 +83,7 @@ INPUT_TILES = {
     "interpreter": Tiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
 }
 WEIGHT_TILES = {
-    "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4, group=16),
+    "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=3),
     "hopper, at most 64 columns": Tiles(128, 64, 64, num_warps=4, num_stages=5),
     "hopper, by pointers": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
     "ampere": Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False),

@@ -355,9 +355,7 @@ class WeightGradient:
         if first and last:
             total = Sum(total.numbers)
         grid_tiles = cdiv(num_classes, tiles.block_m) * cdiv(hidden, tiles.block_n)
-        programs, options = multiprocessors(rows), tiles.options
-        if last and not first and tiles.tma:  # the stored tile takes the shared memory of a stage
-            options = options | {"num_stages": tiles.num_stages - 1}
+        programs = multiprocessors(rows)
         weight_gradient_kernel[(min(grid_tiles, programs),)](
             *kernel_matrices([exponentials, rows, *maps], blocks, tiles.tma),
             total.numbers,
@@ -378,7 +376,7 @@ class WeightGradient:
             USE_TMA=tiles.tma,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            **options,
+            **tiles.options,
         )
 
 
