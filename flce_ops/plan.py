@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .support.sizes import cdiv
-from .support.workspace import get_retained, step_bytes
+from .support.workspace import get_retained, step_bytes, workspace_setting
 
 # N tokens, D hidden, V vocabulary (of one GPU)
 
@@ -93,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     weight, states = (rows * hidden * dtype.itemsize for rows in (vocab, tokens))
     of_each = f" on each of {given.gpus} GPUs" if given.gpus > 1 else ""
     print(f"{tokens} tokens x {hidden} hidden x {vocab} classes{of_each}, {given.dtype}, {source}")
-    print(f"weight {mib(weight)} MiB, hidden states {mib(states)} MiB, their gradients the same again\n")
+    print(f"weight {mib(weight)} MiB, hidden states {mib(states)} MiB, their gradients the same again")
+    setting, chunk = workspace_setting(), step_bytes(tokens, vocab * dtype.itemsize)
+    setting = setting if isinstance(setting, str) else f"{mib(setting)} MiB"
+    print(f"workspace {setting}: logits of {chunk // (vocab * dtype.itemsize)} tokens at a time, {mib(chunk)} MiB\n")
     print(f"{'':50}{'beside them, MiB':>17}{'in all, MiB':>13}{'GEMMs':>7}{'ms':>9}")
     for step in plan(tokens, hidden, vocab, tflops, dtype):
         peak = step.temporaries + 2 * (weight + states)

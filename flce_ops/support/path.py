@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import device_name
+from .workspace import workspace_setting
 
 logger = logging.getLogger("flce_ops")
 
@@ -25,6 +26,7 @@ class Path:
         reason: why this implementation was taken, and notes on how it ran.
         rows_per_chunk: rows of logits held at a time.
         chunks: how many chunks there were.
+        workspace: "auto", or the bytes of temporary memory that were set. With "auto", rows_per_chunk is what it chose.
     """
 
     op: str
@@ -32,6 +34,7 @@ class Path:
     reason: str
     rows_per_chunk: int
     chunks: int
+    workspace: int | str = "auto"
 
 
 class Condition(NamedTuple):
@@ -77,14 +80,14 @@ class Choice(NamedTuple):
 
 # Describes the last call of a kernel: its choice, rows of a chunk, number of chunks, notes. last_path() replaces it by
 # a Path.
-_last: tuple[Choice, int, int, tuple[str, ...]] | Path | None = None
+_last: tuple[Choice, int, int, tuple[str, ...], int | str] | Path | None = None
 _logged: set[tuple[str, str, str]] = set()
 
 
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
     """Records a run of `call`, an Arguments of flce_ops/meta that knows its choice."""
     global _last
-    _last = (call.choice, rows_per_chunk, chunks, call.notes + notes)
+    _last = (call.choice, rows_per_chunk, chunks, call.notes + notes, workspace_setting())
     path = last_path() if logger.isEnabledFor(logging.INFO) else None
     if path is not None:
         key = (path.op, path.implementation, path.reason)
@@ -101,7 +104,8 @@ def last_path() -> Path | None:
     global _last
     last = _last
     if isinstance(last, tuple):
-        choice, rows_per_chunk, chunks, notes = last
+        choice, rows_per_chunk, chunks, notes, workspace = last
         reason = ", ".join((choice.reason(), *notes))
-        _last = last = Path(choice.op, choice.path.name if choice.path else "", reason, rows_per_chunk, chunks)
+        name = choice.path.name if choice.path else ""
+        _last = last = Path(choice.op, name, reason, rows_per_chunk, chunks, workspace)
     return last

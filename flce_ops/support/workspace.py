@@ -22,14 +22,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-DEFAULT_WORKSPACE_BYTES = 512 << 20
+# What "auto", the default, stands for: so many bytes, or more if DEFAULT_ROWS rows of a head's logits need more.
+AUTO = 0  # how a Budget holds "auto"
+AUTO_BYTES = 512 << 20
 
 # Rows of logits that a chunk of a one-pass step or of a backward step in Triton holds at least, unless there are fewer
-# tokens: DEFAULT_ROWS where no workspace was set, LEAST_ROWS where one was. Each chunk adds to all of
+# tokens: DEFAULT_ROWS with "auto", LEAST_ROWS with a number of bytes. Each chunk adds to all of
 # grad_linear_weight. With 256000 classes the default is 1 GiB instead of 512 MiB, and saves half of these additions.
 # Fewer than 512 rows take twice the three GEMMs' time.
 DEFAULT_ROWS = 2048
@@ -97,7 +99,7 @@ class Budget:
                 self.blocks.remove(block)
 
 
-_temporary = Budget(None)  # None: the default
+_temporary = Budget(AUTO)
 _retained = Budget(None)
 _in_backward = Budget(None)  # any number: the block gradients_in_backward() is open
 
@@ -109,16 +111,19 @@ _taken = threading.local()
 def get_workspace() -> int:
     """Bytes of temporary memory that one operator call may use, minus those that this thread's call has reserved.
 
-    Without `set_workspace` these are 512 MiB, or more if 2048 rows of a head's logits need more.
+    With "auto" these are 512 MiB. A kernel then takes more if 2048 rows of a head's logits need more.
     """
-    youngest = _temporary.blocks[-1:]
-    given = youngest[0].nbytes if youngest else _temporary.nbytes
-    return (DEFAULT_WORKSPACE_BYTES if given is None else given) - getattr(_taken, "nbytes", 0)
+    return (_temporary.get() or AUTO_BYTES) - getattr(_taken, "nbytes", 0)
+
+
+def workspace_setting() -> int | str:
+    """The bytes that were set, or "auto"."""
+    return _temporary.get() or "auto"
 
 
 def least_rows() -> int:
     """Rows of logits that are held at a time even if the workspace is too small for them."""
-    return DEFAULT_ROWS if _temporary.get() is None else LEAST_ROWS
+    return DEFAULT_ROWS if _temporary.get() == AUTO else LEAST_ROWS
 
 
 def get_retained() -> int:
@@ -158,28 +163,29 @@ def step_bytes(rows: int, row_bytes: int, device: str = "cuda") -> int:
     return min(rows * row_bytes, max(nbytes, least * row_bytes))
 
 
-def set_workspace(nbytes: float | None = None, *, retained: float | None = None) -> None:
-    """Set the bytes of temporary memory that one operator call may use (default 512 MiB, or 2048 rows of logits where
-    these are more), and those of logits that may wait for backward (default: twice as many bytes).
+def set_workspace(nbytes: float | Literal["auto"] | None = None, *, retained: float | None = None) -> None:
+    """Set the bytes of temporary memory that one operator call may use, and those of logits that may wait for backward
+    (default: twice as many bytes).
 
     The values hold in all threads, from now on: inside `with workspace(...)` blocks that are open, too, and after these
     are left. An argument that is not given stays as it is. In a function that is being compiled the call is a graph
     break.
 
     Args:
-        nbytes: temporary memory of one call. Kernels read the value when they run, in compiled graphs too, so nothing
-            is compiled again. Triton's kernels always hold at least 512 rows of logits, of both models together in
-            linear_kl_div, and ATen 128 (64 on a CPU), so a very small value is exceeded rather than refused. On a CPU a
-            chunk takes no more than 16 MiB, unless that is fewer than 128 rows. The ATen kernels sum the weight's
-            gradient of 16-bit operands over chunks in float32 if that (V, D) sum takes at most half of nbytes or 32
-            MiB, on a CPU over more than 8 chunks. The float32 sums of a double backward come on top.
+        nbytes: temporary memory of one call. "auto", the default, is 512 MiB, or 2048 rows of logits where these are
+            more; `last_path().rows_per_chunk` tells what a call took. Kernels read the value when they run, in compiled
+            graphs too, so nothing is compiled again. Triton's kernels always hold at least 512 rows of logits, of both
+            models together in linear_kl_div, and ATen 128 (64 on a CPU), so a very small value is exceeded rather than
+            refused. On a CPU a chunk takes no more than 16 MiB, unless that is fewer than 128 rows. The ATen kernels
+            sum the weight's gradient of 16-bit operands over chunks in float32 if that (V, D) sum takes at most half of
+            nbytes or 32 MiB, on a CPU over more than 8 chunks. The float32 sums of a double backward come on top.
         retained: bytes of saved logits, on top of nbytes. Per-token results (reduction="none", linear_log_probs), a
             scalar loss in float16 and one under gradients_in_backward() save the logits of as many tokens as fit, two
             bytes a logit of 16-bit operands: 3 GEMM passes for these tokens instead of 4. 0 saves none. A compiled
             graph has the value with which it was traced.
 
     Raises:
-        ValueError: `nbytes` is not a positive whole number (1e9 is one), or `retained` is negative.
+        ValueError: `nbytes` is neither "auto" nor a positive whole number (1e9 is one), or `retained` is negative.
         RuntimeError: in a function that is compiled with fullgraph=True.
     """
     nbytes, retained = checked_bytes("set_workspace", nbytes, retained)
@@ -190,7 +196,7 @@ def set_workspace(nbytes: float | None = None, *, retained: float | None = None)
 
 
 @contextmanager
-def workspace(nbytes: float | None = None, *, retained: float | None = None) -> Iterator[None]:
+def workspace(nbytes: float | Literal["auto"] | None = None, *, retained: float | None = None) -> Iterator[None]:
     """`set_workspace(...)` for the calls (forward and backward) made inside the `with` block, in every thread.
 
     If several blocks are open, nested or in several threads, the one entered last decides, in all threads. When all
@@ -238,10 +244,12 @@ def refuse_in_a_graph(function: str) -> None:
         raise RuntimeError(f"{function}: a compiled graph cannot hold it; call it outside the compiled function")
 
 
-def checked_bytes(function: str, nbytes: float | None, retained: float | None) -> tuple[int | None, int | None]:
+def checked_bytes(function: str, nbytes: float | str | None, retained: float | None) -> tuple[int | None, int | None]:
     refuse_in_a_graph(function)
-    if nbytes is not None or retained is None:
-        nbytes = whole_number(nbytes, 1, f"{function}: expected a positive number of bytes")
+    if nbytes == "auto":
+        nbytes = AUTO
+    elif nbytes is not None or retained is None:
+        nbytes = whole_number(nbytes, 1, f'{function}: expected "auto" or a positive number of bytes')
     if retained is not None:
         retained = whole_number(retained, 0, f"{function}: expected retained to be a number of bytes")
     for given in (nbytes, retained):
@@ -253,7 +261,7 @@ def checked_bytes(function: str, nbytes: float | None, retained: float | None) -
     return nbytes, retained
 
 
-def whole_number(value: float | None, least: int, expected: str) -> int:
+def whole_number(value: float | str | None, least: int, expected: str) -> int:
     """`value` as an integer: 1e9 and numpy's integers are whole numbers, too."""
     if not isinstance(value, Real) or isinstance(value, bool) or value % 1 != 0 or value < least:  # inf % 1 is nan
         raise ValueError(f"{expected}, a whole one such as 10**9 or 1 << 30, got {value!r}")

@@ -30,7 +30,7 @@ def nothing_left_behind():
     assert get_workspace() == DEFAULT
     yield
     left = get_workspace()
-    budgets._temporary.set(None)
+    budgets._temporary.set(budgets.AUTO)
     assert left == DEFAULT
 
 
@@ -142,7 +142,9 @@ def test_a_block_can_be_a_decorator():
 @pytest.mark.parametrize("bytes", [0, -1, 0.5, 2.0**20 + 0.5, float("nan"), float("inf"), "1GB", True, None])
 @pytest.mark.parametrize("function", [set_workspace, lambda bytes: workspace(bytes).__enter__()], ids=["set", "block"])
 def test_what_is_no_positive_number_of_bytes_is_refused(function, bytes):
-    with pytest.raises(ValueError, match="workspace: expected a positive number of bytes, a whole one such as"):
+    with pytest.raises(
+        ValueError, match='workspace: expected "auto" or a positive number of bytes'
+    ):
         function(bytes)
 
 
@@ -240,3 +242,20 @@ def test_a_chunk_holds_2048_rows_by_default_and_512_at_least(monkeypatch):
         assert 512 < rows() <= 1024
     with workspace(64 << 20):
         assert rows() == 512  # 250 MiB
+        with workspace("auto"):
+            assert rows() > 1024
+
+
+def test_auto_is_the_name_of_the_default_and_the_path_tells_the_setting():
+    def setting() -> int | str:
+        flce_ops.linear_cross_entropy(torch.randn(4, 8), torch.randn(9, 8), torch.arange(4))
+        return flce_ops.last_path().workspace
+
+    set_workspace(1 << 20)
+    assert setting() == 1 << 20
+    with workspace("auto"):
+        assert setting() == "auto" and get_workspace() == DEFAULT
+    set_workspace("auto")
+    assert setting() == "auto" and get_workspace() == DEFAULT
+    with pytest.raises(ValueError, match="got 'all'"):
+        set_workspace("all")

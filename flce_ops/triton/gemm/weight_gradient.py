@@ -77,6 +77,7 @@ ROOM = tl.constexpr(6)
 # The room if each chunk chooses new scales. The largest number of a row is then below 2^15 times its scale, and every
 # number above 2^-27 of the largest keeps 11 bits.
 NO_ROOM = tl.constexpr(-13)
+WIDEST_STORE = tl.constexpr(128)  # columns of a tile that are stored at a time
 LARGEST_SUM = 2**15  # half of float16's largest number, in units of the scale
 
 
@@ -232,7 +233,7 @@ def weight_gradient_kernel(
     PROGRAMS: tl.constexpr,
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
-    HALF_N: tl.constexpr = BLOCK_N // 2
+    HALF_N: tl.constexpr = min(BLOCK_N, WIDEST_STORE)
     SCALE_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
@@ -287,9 +288,11 @@ def weight_gradient_kernel(
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= power_of_two(254 - exponent)[:, None]
         # stored in halves: a half staging buffer leaves shared memory for one more stage of the main loop
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
-        for half in tl.static_range(2):
-            part = left if half == 0 else right
+        for half in tl.static_range(BLOCK_N // HALF_N):
+            part = acc
+            if BLOCK_N > HALF_N:
+                left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+                part = left if half == 0 else right
             half_start = feature_start + half * HALF_N
             half_features = half_start + tl.arange(0, HALF_N)
             places = classes.to(tl.int64)[:, None] * stride_out_v + half_features[None, :]
@@ -320,12 +323,16 @@ class WeightGradient:
 
     def __post_init__(self) -> None:
         out, self.room = self.out, LARGEST_SUM // self.chunks
-        self.tiles = main_grad_tiles_for(out) if self.adds else weight_tiles_for(out)
         self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
         if self.chunks > 1:
             num_classes, feature_blocks = out.shape[0], cdiv(out.shape[1], self.tiles.block_n)
             exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
             self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))
+
+    @property
+    def tiles(self) -> Tiles:
+        some_classes = self.blocks.number is not None
+        return main_grad_tiles_for(self.out) if self.adds else weight_tiles_for(self.out, some_classes=some_classes)
 
     def add(
         self,
@@ -350,12 +357,14 @@ class WeightGradient:
         maps: list[Tensor | None] = [None, None]
         if tiles.tma and not self.adds:
             maps = [out if last else total.numbers, total.numbers if last and not first else None]
-        half = [tiles.block_m, tiles.block_n // 2]
+        half = [tiles.block_m, min(tiles.block_n, WIDEST_STORE.value)]
         blocks = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n], half, half
         if first and last:
             total = Sum(total.numbers)
         grid_tiles = cdiv(num_classes, tiles.block_m) * cdiv(hidden, tiles.block_n)
-        programs = multiprocessors(rows)
+        programs, options = multiprocessors(rows), tiles.options
+        if last and not first and tiles.block_m > 128:  # the stored tile takes the shared memory of a stage
+            options = options | {"num_stages": tiles.num_stages - 1}
         weight_gradient_kernel[(min(grid_tiles, programs),)](
             *kernel_matrices([exponentials, rows, *maps], blocks, tiles.tma),
             total.numbers,
@@ -376,7 +385,7 @@ class WeightGradient:
             USE_TMA=tiles.tma,
             GROUP=tiles.group,
             PROGRAMS=programs,
-            **tiles.options,
+            **options,
         )
 
 
