@@ -16,13 +16,7 @@ from flce_ops import aten
 from flce_ops.support import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import input_gradient, tiles
-from flce_ops.triton.gemm.input_gradient import (
-    Finish,
-    counters,
-    float32_memory,
-    launch_input_gradient,
-    steps_and_splits,
-)
+from flce_ops.triton.gemm.input_gradient import Finish, float32_memory, launch_input_gradient, steps_and_splits
 from flce_ops.triton.gemm.tiles import INPUT_TILES, ClassBlocks
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.after_chunks import launch_after_chunks
@@ -95,7 +89,7 @@ def test_the_input_gradient_of_the_valid_rows(count, memory_numbers):
     out = torch.full((n, d), torch.inf)
     memory = torch.full((memory_numbers,), torch.nan)
     finish = Finish(factor, column, residual)
-    launch_input_gradient(out, e, w, finish, valid_tokens_of(count, n), memory, counters(n, w))
+    launch_input_gradient(out, e, w, finish, valid_tokens_of(count, n), memory)
     exact = factor[:, None].double() * (e.double() @ w.double())
     exact += torch.where(column >= 0, residual, 0.0)[:, None].double() * w[column.clamp(min=0)]
     assert error(out[:count], exact[:count]) <= 5e-7
@@ -109,15 +103,7 @@ def test_the_products_of_ranges_need_their_memory(missing, monkeypatch):
     n, d, v = 40, 24, 400
     monkeypatch.setattr(input_gradient, "steps_of_range", lambda tiles: 4)  # of 32 classes each
     memory = torch.empty(4 * n * d - missing)
-    arguments = (
-        torch.empty(n, d),
-        torch.rand(n, v),
-        torch.randn(v, d),
-        Finish(),
-        valid_tokens_of(n, n),
-        memory,
-        torch.zeros(99, dtype=torch.int32),
-    )
+    arguments = torch.empty(n, d), torch.rand(n, v), torch.randn(v, d), Finish(), valid_tokens_of(n, n), memory
     with pytest.raises(AssertionError) if missing else contextlib.nullcontext():
         launch_input_gradient(*arguments, by_ranges=True)
 
@@ -130,10 +116,8 @@ def test_v_is_split_as_the_model_of_rounds_says(count, numbers):
     n, d, v = 200, 24, 400
     memory = torch.full((numbers,), torch.nan)
     finish = Finish(None, torch.full((n,), -1), torch.zeros(n))
-    w = torch.randn(v, d)
-    launch_input_gradient(
-        torch.empty(n, d), torch.rand(n, v), w, finish, valid_tokens_of(count, n), memory, counters(n, w)
-    )
+    arguments = torch.empty(n, d), torch.rand(n, v), torch.randn(v, d), finish
+    launch_input_gradient(*arguments, valid_tokens_of(count, n), memory)
     parts = max(int((~memory.isnan()).sum()) // (count * d), 1)
     tiles = -(-count // 32)
     steps = {s: -(-tiles * s // 4) * (-(-13 // s) + 8) for s in range(1, 17) if s == 1 or s * count * d <= numbers}

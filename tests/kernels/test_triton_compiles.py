@@ -150,11 +150,11 @@ rows(retain=tokens)
 assert compiled.count("stored_tiles_kernel") == 3, compiled
 logits()
 assert compiled[-1] == "rows_kernel"
-KERNELS = ("input_gradient_kernel",)
+KERNELS = "input_gradient_kernel", "finish_product_kernel"
 compiled.clear()
 learnt(columns=False)
 learnt(columns=True)
-assert len(compiled) == 4, compiled
+assert len(compiled) == 8, compiled
 """
 
 

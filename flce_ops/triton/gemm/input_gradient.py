@@ -8,14 +8,14 @@
 residual_i is what rounding took from the target's entry of E (finish_rows.py).
 
 The (n, D) output has few tiles, and each tile runs long. If the tiles do not fill the multiprocessors evenly, V is
-split into S ranges (split-K). The float32 products of a tile's ranges wait in memory. The program that stores the last
-of them adds them up, in the order of the ranges, and finishes the tile. With S = 1, the GEMM's epilogue writes
-grad_input and needs no such memory. For example, 1408 tokens of 4096 features are 176 tiles, 1.33 waves of 132
-programs; three splits make 528 tiles, 4 waves of a third of the length. The device chooses the best S that the memory
-allows, since only the device knows how many tokens are valid.
+split into S ranges (split-K), whose products wait in float32 memory until they are added. With S = 1, the GEMM's
+epilogue writes grad_input and needs no such memory. For example, 1408 tokens of 4096
+features are 176 tiles, 1.33 waves of 132 programs; three splits make 528 tiles, 4 waves of a third of the length. The
+device chooses the best S that the memory allows, since only the device knows how many tokens are valid.
 
 S depends on the number of valid tokens, and so do the bits of the sum. With batch_invariant a token's bits must not
-depend on other tokens. V is then split into ranges of RANGE classes.
+depend on other tokens. V is then split into ranges of RANGE classes, and their products are added in the order of the
+ranges: by the kernel after the GEMM, or one after another in memory.
 
                                                H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
 """
@@ -32,7 +32,6 @@ from ..kernel import Kernel
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .tiles import (
     EVERY_BLOCK,
-    INPUT_TILES,
     ClassBlocks,
     Tiles,
     input_tiles_for,
@@ -165,8 +164,7 @@ def input_gradient_kernel(
     exponentials,  # (n, v): tensor descriptor with USE_TMA, else a Matrix
     classes,  # (V, D): the same kinds; linear_weight
     linear_weight,  # (V, D), read by pointers
-    product_ptr,  # (S, count, D) float32, memory
-    arrived_ptr,  # (tiles,) int32, 0: how many products of each tile are stored; set to 0 again
+    product_ptr,  # (S, count, D) float32: written, or added to
     out,  # (n, D) out
     finish,  # Finish
     valid_tokens,  # ValidTokens
@@ -216,29 +214,49 @@ def input_gradient_kernel(
             acc = tl.dot(a, b, acc)
             if blocks.number is not None:
                 step = step_at(blocks, k + 1, BLOCK_K)
-        last = splits == 1
-        if splits > 1:
-            mask = row_mask[:, None] & col_mask[None, :]
-            products = product_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]
-            tl.store(products + split.to(tl.int64) * count * D, acc, mask=mask)
-            tl.debug_barrier()  # all threads have stored
-            last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
-            if last:
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                for s in range(splits):  # ".cg": from the L2, where other programs' stores are
-                    of_split = products + count.to(tl.int64) * s * D
-                    acc += tl.load(of_split, mask=mask, other=0.0, cache_modifier=".cg")
-                tl.store(arrived_ptr + tile, 0)
-        if last:
+        if splits == 1:
             grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight, valid_tokens, D)
             store_tile(out, grad, rows, cols, row_mask, col_mask)
+        else:
+            mask = row_mask[:, None] & col_mask[None, :]
+            product = product_ptr + (split.to(tl.int64) * count + rows)[:, None] * D + cols[None, :]
+            tl.store(product, acc, mask=mask)
 
 
-def counters(rows: int, linear_weight: Tensor) -> Tensor:
-    """A zero for each tile of `rows` rows of grad_input. A launch leaves zeros."""
-    hidden = linear_weight.shape[1]
-    most = max(cdiv(rows, tiles.block_m) * cdiv(hidden, tiles.block_n) for tiles in INPUT_TILES.values())
-    return torch.zeros(most, dtype=torch.int32, device=linear_weight.device)
+@Kernel
+def finish_product_kernel(
+    product_ptr,  # (S, count, D) float32
+    linear_weight,  # (V, D)
+    out,  # (n, D) out
+    finish,  # Finish
+    valid_tokens,  # ValidTokens
+    n,
+    D,
+    numbers,
+    depth,
+    BLOCK_M: tl.constexpr,  # these three describe the GEMM's tiles
+    BLOCK_N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Adds the splits and finishes the sum."""
+    count = valid_rows(valid_tokens, n)
+    splits = splits_of(count, D, depth, numbers, STEPS, PROGRAMS, BLOCK_M, BLOCK_N)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    col_mask = cols < D
+    end = tl.where(splits == 1, 0, count)
+    for start in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        row_mask = rows < count
+        mask = row_mask[:, None] & col_mask[None, :]
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for split in range(splits):
+            product = product_ptr + (split * count.to(tl.int64) + rows)[:, None] * D + cols[None, :]
+            acc += tl.load(product, mask=mask, other=0.0)
+        grad = finished_tile(acc, rows, cols, row_mask, col_mask, finish, linear_weight, valid_tokens, D)
+        store_tile(out, grad, rows, cols, row_mask, col_mask)
 
 
 def launch_input_gradient(
@@ -248,23 +266,21 @@ def launch_input_gradient(
     finish: Finish,
     valid_tokens: ValidTokens,
     product: Tensor,  # flat float32 memory
-    arrived: Tensor,  # counters()
     blocks: ClassBlocks = EVERY_BLOCK,
     by_ranges: bool = False,  # V is split into ranges, for batch_invariant
 ) -> None:
-    n, hidden = out.shape
+    (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
     tiles = input_tiles_for(linear_weight, some_classes=blocks.number is not None)
     depth, numbers = cdiv(linear_weight.shape[0], tiles.block_k), min(product.shape[0], 2**31 - 1)
     steps = steps_of_range(tiles) if by_ranges else 0
     if by_ranges and depth > steps:
         assert product.shape[0] >= cdiv(depth, steps) * out.numel()
     tile_shapes = [tiles.block_m, tiles.block_k], [tiles.block_k, tiles.block_n]
-    programs = multiprocessors(out)
+    constants = {"PROGRAMS": programs, "STEPS": steps}
     input_gradient_kernel[(programs,)](
         *kernel_matrices([exponentials, linear_weight], tile_shapes, tiles.tma),
-        matrix_of(linear_weight),
+        whole_weight,
         product,
-        arrived,
         matrix_of(out),
         finish,
         valid_tokens,
@@ -274,7 +290,29 @@ def launch_input_gradient(
         exponentials.shape[1],
         numbers,
         USE_TMA=tiles.tma,
-        PROGRAMS=programs,
-        STEPS=steps,
+        **constants,
         **tiles.options,
+    )
+    if 0 < depth <= steps or (not steps and numbers < 2 * hidden):
+        return  # with one split for any number of valid tokens, the GEMM has finished
+    rows, columns = 8, 256
+    # About 16 programs per multiprocessor. With one program for each block of 4096x4096, returning took 9 us when no
+    # token is valid.
+    row_programs = min(cdiv(n, rows), cdiv(16 * programs, cdiv(hidden, columns)))
+    finish_product_kernel[(row_programs, cdiv(hidden, columns))](
+        product,
+        whole_weight,
+        matrix_of(out),
+        finish,
+        valid_tokens,
+        n,
+        hidden,
+        numbers,
+        depth,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        **constants,
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=4,
     )

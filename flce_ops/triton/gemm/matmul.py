@@ -75,7 +75,6 @@ def launch_input_gradient(
     finish: Finish,
     valid_tokens: ValidTokens,
     memory: Tensor,
-    arrived: Tensor,
     blocks: ClassBlocks = EVERY_BLOCK,
     by_ranges: bool = False,
 ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...support.sizes import cdiv
 from ..gemm.backends import backend_for
-from ..gemm.input_gradient import SUMMED, Finish, counters, products_of_ranges
+from ..gemm.input_gradient import SUMMED, Finish, products_of_ranges
 from ..gemm.tiles import EVERY_BLOCK, ClassBlocks
 from ..rows.after_chunks import LossSum, launch_after_chunks
 from ..rows.bias_and_tile_sums import weighted_column_sum
@@ -66,7 +66,6 @@ def write_input_gradient(
     finish: Finish,
     valid_tokens: ValidTokens,
     memory: Tensor,  # flat float32
-    arrived: Tensor,  # input_gradient.counters()
     *,
     blocks: ClassBlocks = EVERY_BLOCK,
     by_ranges: bool = False,
@@ -80,7 +79,7 @@ def write_input_gradient(
         memory = memory if memory.shape[0] >= MULTIPLE * of_row else memory.new_empty(MULTIPLE * of_row)
         at_once = memory.shape[0] // of_row // MULTIPLE * MULTIPLE
     for rows in slices(out.shape[0], at_once):
-        of_rows = finish.of(rows), valid_tokens.of(rows), memory, arrived, blocks, by_ranges
+        of_rows = finish.of(rows), valid_tokens.of(rows), memory, blocks, by_ranges
         backend_for(out).input_gradient(out[rows], matrix[rows], linear_weight, *of_rows)
 
 
@@ -112,7 +111,6 @@ class GradientGemms:
         most_rows = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
         # gathered tokens are stored in their rows of grad_input, which are written after the tokens' last use
         self.apart = self.input.new_empty(most_rows, hidden) if grad_input is None else None
-        self.arrived = None if grad_input is None else counters(most_rows, self.linear_weight)
         self.input_blocks, self.weight_gradient = EVERY_BLOCK, None
         if grad_weight is not None:
             made = backend_for(self.input).weight_gradient
@@ -147,7 +145,7 @@ class GradientGemms:
             if memory is None or memory.shape[0] < numbers:
                 memory = torch.empty(numbers, dtype=torch.float32, device=matrix.device)
             finish = self.gradients.summed(finish, chunk, self.input)
-            of_rows = grad_input[chunk], self.linear_weight, matrix, finish, valid_tokens, memory, self.arrived
+            of_rows = grad_input[chunk], self.linear_weight, matrix, finish, valid_tokens, memory
             write_input_gradient(*of_rows, blocks=self.input_blocks, by_ranges=self.by_ranges)
 
 
