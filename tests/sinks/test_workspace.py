@@ -142,9 +142,7 @@ def test_a_block_can_be_a_decorator():
 @pytest.mark.parametrize("bytes", [0, -1, 0.5, 2.0**20 + 0.5, float("nan"), float("inf"), "1GB", True, None])
 @pytest.mark.parametrize("function", [set_workspace, lambda bytes: workspace(bytes).__enter__()], ids=["set", "block"])
 def test_what_is_no_positive_number_of_bytes_is_refused(function, bytes):
-    with pytest.raises(
-        ValueError, match='workspace: expected "auto" or a positive number of bytes'
-    ):
+    with pytest.raises(ValueError, match='workspace: expected "auto" or a positive number of bytes'):
         function(bytes)
 
 
