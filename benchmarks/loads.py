@@ -24,7 +24,7 @@ HOSTS = ("ours", "ours_compiled", "torch_compile", "quack_chunked", "liger", "cc
 
 
 WORKSPACES = "ours_128MiB,ours_256MiB"
-FAST_PEERS = f"torch_compile,quack_chunked,{HOPPER_PEERS}"
+FAST_PEERS = "torch_compile,quack_chunked"
 
 
 class Load(NamedTuple):
@@ -40,7 +40,7 @@ class Load(NamedTuple):
 LOADS = (
     Load("8192x4096x128256", f"floor,ours,{WORKSPACES},{PEERS},{HOPPER_PEERS}"),
     Load("16384x896x151936", f"floor,ours,{WORKSPACES},{FAST_PEERS}"),
-    Load("few_features", f"floor,ours,{FAST_PEERS}"),
+    Load("few_features", f"floor,ours,{FAST_PEERS},{HOPPER_PEERS}"),
     Load("8192x2304x256000", f"floor,ours,{FAST_PEERS}"),
     Load("8192x2052x32000,8192x2064x32000", f"floor,ours,{FAST_PEERS}"),
     Load("2048x512x32000,1024x1024x50304,512x2048x32000", f"floor,{EVERY_OURS},{FAST_PEERS}"),
