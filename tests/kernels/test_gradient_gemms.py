@@ -16,13 +16,19 @@ from flce_ops import aten
 from flce_ops.support import Chip
 from flce_ops.triton import launch_with_grad
 from flce_ops.triton.gemm import input_gradient, tiles
-from flce_ops.triton.gemm.input_gradient import Finish, float32_memory, launch_input_gradient, steps_and_splits
-from flce_ops.triton.gemm.tiles import INPUT_TILES, ClassBlocks
+from flce_ops.triton.gemm.input_gradient import (
+    Finish,
+    fastest_tiles,
+    float32_memory,
+    launch_input_gradient,
+    steps_and_splits,
+)
+from flce_ops.triton.gemm.tiles import INPUT_TILES, ClassBlocks, input_tiles_for
 from flce_ops.triton.gemm.weight_gradient import WeightGradient
 from flce_ops.triton.rows.after_chunks import launch_after_chunks
 from flce_ops.triton.rows.target_rows import launch_target_rows
 from flce_ops.triton.rows.valid_tokens import ValidTokens, compact_tokens
-from flce_ops.triton.steps.chunks import CHUNKS_MORE, best_chunking, problem_of, product_bytes, rows_that_fit, slices
+from flce_ops.triton.steps.chunks import CHUNKS_MORE, best_chunking, problem_of, slices
 
 MiB = 2**20
 interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine")
@@ -175,16 +181,38 @@ def test_float32_memory_lies_in_the_tensor(dtype, start):
     assert bool(rows.any()) is (memory.numel() > 0)
 
 
-def test_what_chunks_leave_of_the_workspace_goes_to_the_product():
-    fitting = rows_that_fit(8192, 32000, 2, 0)
-    assert product_bytes(fitting, fitting, 32000, 4096, 2) == 8 * MiB
-    assert product_bytes(fitting, 4096, 32000, 4096, 2) == 8 * MiB + (fitting - 4096) * 64000
-    assert 4096 * 64000 + product_bytes(fitting, 4096, 32000, 4096, 2) <= 512 * MiB
+@pytest.mark.parametrize("rows", [4096, 6144])
+def test_what_chunks_leave_of_the_workspace_goes_to_the_product(rows, h200):
+    head = torch.empty(32000, 4096, dtype=torch.bfloat16, device="meta")
+    problem = problem_of(20000, head, [True, True, False])
+    of_matrix, taken = rows * 64000, 48 * 20000 + problem.sum_bytes()
+    room = 512 * MiB - taken - of_matrix
+    assert problem.product_bytes(rows) <= room
+    _, parts = problem.input_steps(rows, room // 4)
+    assert problem.product_bytes(rows) == 4 * 4096 * max(parts * rows * (parts > 1), 8 * 128)
 
 
-def test_a_product_takes_no_more_memory_than_its_most_parts():
-    fitting = rows_that_fit(100, 32000, 2, 0)
-    assert product_bytes(fitting, 100, 32000, 4096, 2) == 16 * 100 * 4096 * 4
+def test_a_product_takes_no_more_memory_than_its_most_parts(h200):
+    head = torch.empty(32000, 4096, dtype=torch.bfloat16, device="meta")
+    assert problem_of(100, head, [True, True, False]).product_bytes(100) <= 16 * 100 * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    "shape, rows, parts",
+    [((8192, 4096, 128256), 512, 1), ((16384, 896, 151936), 512, 4), ((8192, 4096, 128256), 2048, 1)],
+    ids=str,
+)
+def test_few_rows_get_smaller_tiles_of_which_more_run_at_a_time(shape, rows, parts, h200):
+    tokens, hidden, vocab = shape
+    head = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    assert len(input_tiles_for(head)) == 1  # without a workspace that was set no chunk has so few rows
+    with flce_ops.workspace(128 * MiB):
+        choice = input_tiles_for(head)
+    steps, splits, best = fastest_tiles(choice, rows, hidden, vocab, 2 * MiB, 132)
+    alone = [steps_and_splits(rows, hidden, -(-vocab // 64), 2 * MiB, 132, tiles)[0] for tiles in choice]
+    assert splits == parts and (best is choice[1]) == (rows == 512)
+    assert steps == min(time * tiles.step_time for time, tiles in zip(alone, choice))
+    assert rows > 512 or steps <= 0.6 * alone[0]
 
 
 @pytest.mark.parametrize("workspace", [64, 512], ids="{} MiB".format)

@@ -185,6 +185,6 @@ KIB = 1 << 10
 @pytest.mark.exhaustive
 # bytes of shared memory that a block may have: A100, H100 and H200, B200, RTX 5090; an RTX 4090 has as few as that
 @pytest.mark.parametrize(("card", "limit"), [(80, 163 * KIB), (90, 227 * KIB), (100, 227 * KIB), (120, 99 * KIB)])
-@pytest.mark.parametrize("hidden", ["512", "640"])  # tiles of 256 columns, of 128
-def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, limit, hidden):
-    assert json.loads(run_fresh(ON_META + EVERY_KERNEL, str(card), "8192", hidden, "32003", str(limit))) == {}
+@pytest.mark.parametrize("tokens, hidden", [("8192", "512"), ("8192", "640"), ("512", "896")])  # tiles of all shapes
+def test_every_kernel_compiles_for_the_card_and_fits_its_shared_memory(card, limit, tokens, hidden):
+    assert json.loads(run_fresh(ON_META + EVERY_KERNEL, str(card), tokens, hidden, "32003", str(limit))) == {}

@@ -20,6 +20,7 @@ ranges: by the kernel after the GEMM, or one after another in memory.
                                                H200, TFLOP/s at 1408x4096x128256: cuBLAS 665, S = 1 583, S = 3 764
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,20 @@ def steps_and_splits(rows: int, hidden: int, depth: int, numbers: int, programs:
         (cdiv(count * splits, programs) * (cdiv(depth, splits) + TILE_OVERHEAD.value), splits)
         for splits in range(1, most + 1)
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def fastest_tiles(
+    tiles: tuple[Tiles, ...], rows: int, hidden: int, vocab: int, numbers: int, programs: int
+) -> tuple[float, int, Tiles]:
+    """Returns the time, in main-loop steps of the first of `tiles`, S, and the tiles that take the least time."""
+
+    def cost(some: Tiles) -> tuple[float, int]:
+        steps, splits = steps_and_splits(rows, hidden, cdiv(vocab, some.block_k), numbers, programs, some)
+        return some.step_time * steps, splits
+
+    best = min(tiles, key=cost)
+    return *cost(best), best
 
 
 def ranges_of(num_classes: int) -> int:
@@ -270,8 +285,11 @@ def launch_input_gradient(
     by_ranges: bool = False,  # V is split into ranges, for batch_invariant
 ) -> None:
     (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
-    tiles = input_tiles_for(linear_weight, some_classes=blocks.number is not None)
-    depth, numbers = cdiv(linear_weight.shape[0], tiles.block_k), min(product.shape[0], 2**31 - 1)
+    numbers, choice = min(product.shape[0], 2**31 - 1), input_tiles_for(linear_weight, blocks.number is not None)
+    # a token's bits may depend on the tiles
+    at_most = choice[:1] if by_ranges else choice
+    *_, tiles = fastest_tiles(at_most, n, hidden, linear_weight.shape[0], numbers, programs)
+    depth = cdiv(linear_weight.shape[0], tiles.block_k)
     steps = steps_of_range(tiles) if by_ranges else 0
     if by_ranges and depth > steps:
         assert product.shape[0] >= cdiv(depth, steps) * out.numel()

@@ -18,6 +18,7 @@ from ..._ops import ops
 from ...math.options import CLASSES_PER_MAXIMUM
 from ...support import Chip, made_by_nvidia
 from ...support.sizes import cdiv
+from ...support.workspace import workspace_setting
 
 # n rows, D hidden, V vocabulary, B blocks of classes
 
@@ -35,6 +36,7 @@ class Tiles:
     num_stages: int
     group: int = 8  # blocks along M that sweep N together; the input's gradient ignores it
     tma: bool = True  # tensor maps and a flattened loop over tiles, if the matrices allow it
+    step_time: float = 1.0  # of a main-loop step, relative to that of the other tiles of a choice
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -74,11 +76,13 @@ INTERPRETER = Tiles(32, 128, 32, num_warps=1, num_stages=1, tma=False)
 #               623 / 537 / 524 / 630   these tiles; cuBLAS 632 / 588 / 609 / 649
 #               619 / 546 / 528 / 655   four stages, groups of 16: no gain in a step, which the card's power limits
 #               570 / 525 / 562 / 588   256x128, which wastes no columns at D = 640
+#               588 at D = 4096, 558 at D = 896: 128x128. Twice as many tiles fill the multiprocessors with 512 rows
 # The input's gradient has few tiles with long main loops, so its loop over tiles is never flattened.
 INPUT_TILES = {
     "hopper": Tiles(128, 256, 64, num_warps=8, num_stages=4),
     "hopper, columns of 128": Tiles(256, 128, 64, num_warps=8, num_stages=4),
     "hopper, at most 64 columns": Tiles(128, 64, 64, num_warps=4, num_stages=6),
+    "hopper, few rows": Tiles(128, 128, 64, num_warps=8, num_stages=6, step_time=0.6),
     "hopper, by pointers": Tiles(128, 128, 32, num_warps=4, num_stages=3, tma=False),
     "ampere": Tiles(128, 128, 32, num_warps=8, num_stages=3, tma=False),
     "interpreter": Tiles(32, 64, 32, num_warps=1, num_stages=1, tma=False),
@@ -135,13 +139,17 @@ def main_grad_tiles_for(main_grad: Tensor) -> Tiles:
     return tiles_in(WEIGHT_TILES, main_grad, "hopper", on_tma_device(main_grad) and main_grad.shape[1] % 8 == 0)
 
 
-def input_tiles_for(linear_weight: Tensor, *, some_classes: bool = False) -> Tiles:
-    """With `some_classes`, the tiles of a GEMM that visits only some blocks of classes: at most 128 rows."""
+def input_tiles_for(linear_weight: Tensor, some_classes: bool = False) -> tuple[Tiles, ...]:
+    """Tiles to choose from by the number of rows; the first for any. With `some_classes`, the tiles of a GEMM that
+    visits only some blocks of classes: at most 128 rows. Chunks have few rows only where a workspace was set.
+    """
     columns = linear_weight.shape[1]
     hopper = "hopper" if some_classes or (columns - 1) % 256 >= 128 else "hopper, columns of 128"
     if columns <= 64 and not some_classes:
         hopper = "hopper, at most 64 columns"
-    return tiles_in(INPUT_TILES, linear_weight, hopper, takes_tma(linear_weight))
+    names = (hopper,) if columns <= 64 or workspace_setting() == "auto" else (hopper, "hopper, few rows")
+    takes_maps = takes_tma(linear_weight)
+    return tuple(tiles_in(INPUT_TILES, linear_weight, name, takes_maps) for name in names)
 
 
 def takes_tma(matrix: Tensor) -> bool:

@@ -196,15 +196,15 @@ class KlDivStep:
         """Returns the chunks, and the rows of memory beside a chunk's. Ranks that share a vocabulary get the same."""
         (input, linear_weight, _, teacher_input, *_), options = self.operands, self.options
         wanted = [gradient is not None for gradient in self.gradients[:3]]
-        problem = problem_of(input.shape[0], linear_weight, wanted, batch_invariant=options.batch_invariant)
+        of_call = input.shape[0], linear_weight, wanted
+        problem = problem_of(*of_call, more_sums=self.matrices - 1, batch_invariant=options.batch_invariant)
         shard = linear_weight.shape[0] if options.vocab_size is None else shard_rows(options.vocab_size, options.ranks)
-        of_tiles = 4 * self.matrices * cdiv(shard, EPILOGUE_N.value)
-        problem = problem._replace(vocab=shard, row_bytes=of_tiles)
+        problem = problem._replace(vocab=shard)
         cut = best_chunking if options.ranks == 1 else equal_chunking
         if teacher_input is None:
             return cut(problem), 0
         teacher_hidden, of_teacher = teacher_input.shape[1], padded(shard, problem.itemsize) * problem.itemsize
-        problem = problem._replace(row_bytes=of_tiles + teacher_hidden * teacher_input.dtype.itemsize)
+        problem = problem._replace(row_bytes=teacher_hidden * teacher_input.dtype.itemsize)
         if not any(wanted):  # no G
             chunking = cut(on_both(problem, of_teacher))
             return chunking, chunking.chunks[0].stop

@@ -11,50 +11,33 @@ from ...math.token_weights_and_denominator import Reduction
 from ...meta.call import Arguments
 from ...support.path import record_run
 from ...support.sizes import cdiv
-from ...support.workspace import get_workspace, least_rows, matrix_bytes
-from ..gemm.input_gradient import MOST_SPLITS, RANGE_BYTES, TILE_OVERHEAD, ranges_of, steps_and_splits
-from ..gemm.tiles import WEIGHT_TILES, Tiles, fits_tma, input_tiles_for, multiprocessors, tiles_for, weight_tiles_for
+from ...support.workspace import get_workspace, least_rows
+from ..gemm.input_gradient import RANGE_BYTES, TILE_OVERHEAD, fastest_tiles, ranges_of
+from ..gemm.tiles import (
+    EPILOGUE_N,
+    WEIGHT_TILES,
+    Tiles,
+    fits_tma,
+    input_tiles_for,
+    multiprocessors,
+    tiles_for,
+    weight_tiles_for,
+)
 from ..gemm.weight_gradient import sum_bytes
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
 
 MULTIPLE = 128  # rows and columns of a GEMM tile
-# The part of the workspace for buffers that are small compared with the (n, V) matrix. It first holds a sum for each
-# row and tile (a float32 for 128 columns), then float32 products with linear_weight.
-SMALL_BYTES = 8 << 20
 # Bytes that a one-pass step needs for each token: indices, weights and row statistics. With 48 bytes, chunks of 2048
 # rows fit the default workspace at V = 128256 and 16384 tokens, and 2048 rows fill the multiprocessors evenly. With 128
 # bytes they would not fit.
 TOKEN_BYTES = 48
+PRODUCT_BYTES = 8 << 20  # float32 products with linear_weight get at least so many bytes
 CHUNKS_MORE = 2  # tokens are divided into the fewest chunks, or up to this many more
 SPLITS_OF_FEW = 8  # splits of V for which there is room if only one tile of rows holds tokens
 # The cost of adding to a tile of grad_linear_weight, in steps of the GEMM's main loop: 1 for its own time, the rest for
 # what each chunk launches and reads once.
 ADDITION_STEPS = 8
-
-
-def small_bytes() -> int:
-    return min(SMALL_BYTES, get_workspace() // 16)
-
-
-def rows_that_fit(
-    tokens: int, columns: int, itemsize: int, reserved: int, row_bytes: int = 0, least: int = MULTIPLE
-) -> int:
-    """How many rows of `columns` numbers and `row_bytes` fit the workspace: a multiple of 128, at least `least`."""
-    left = matrix_bytes(tokens, TOKEN_BYTES) - small_bytes() - reserved
-    rows = left // (padded(columns, itemsize) * itemsize + row_bytes)
-    return max(rows // MULTIPLE * MULTIPLE, least)
-
-
-def product_bytes(fitting: int, rows: int, columns: int, hidden: int, itemsize: int) -> int:
-    """Bytes for the float32 products of grad_input: the small part of the workspace (SMALL_BYTES), and what is left
-    because the chunks have fewer rows than would fit.
-
-    The result is at most what the largest number of splits needs. For 100 rows of 4096 features that is 25 MiB,
-    although 459 MiB of the default workspace are left.
-    """
-    left = small_bytes() + (fitting - rows) * padded(columns, itemsize) * itemsize
-    return min(left, 4 * MOST_SPLITS.value * rows * hidden)
 
 
 def slices(total: int, at_most: int, multiple: int = MULTIPLE) -> list[slice]:
@@ -84,11 +67,11 @@ class Problem(NamedTuple):
     workspace: int
     least_rows: int
     programs: int
-    tiles: Tiles  # tiles of the input gradient's GEMM
+    input_tiles: tuple[Tiles, ...]  # of the input gradient's GEMM, to choose from
     weight_tiles: Tiles
     batch_invariant: bool = False
     reserved: int = 0  # bytes beside the chunk's matrix
-    row_bytes: int = 0  # bytes of each row beside the matrix's
+    row_bytes: int = 0  # bytes of each row beside the matrix's and those of its sums
 
     def range_bytes(self) -> int:
         """Bytes of the products of ranges of V (input_gradient.py)."""
@@ -99,33 +82,50 @@ class Problem(NamedTuple):
         """Extra bytes if grad_linear_weight is a sum over several chunks."""
         return sum_bytes(self.vocab, self.hidden, self.weight_tiles) if self.want_weight else 0
 
-    def fitting(self) -> int:
-        """How many rows fit in a chunk."""
-        reserved = self.reserved + self.range_bytes()
-        reserved += small_bytes() * self.more_sums
+    def bytes_of_row(self) -> tuple[int, int]:
+        """Bytes of a row of the matrix and of what is held as long, and of the row's sums over tiles."""
         # grad_input, if wanted, holds the gathered tokens
-        row_bytes = self.row_bytes + (0 if self.want_input else self.hidden * self.itemsize)
-        of_rows = row_bytes, self.least_rows
-        fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved, *of_rows)
-        if fitting < self.tokens:
-            fitting = rows_that_fit(self.tokens, self.vocab, self.itemsize, reserved + self.sum_bytes(), *of_rows)
-        return fitting
+        held = self.row_bytes + (0 if self.want_input else self.hidden * self.itemsize)
+        sums = 4 * (1 + self.more_sums) * cdiv(self.vocab, EPILOGUE_N.value)
+        return padded(self.vocab, self.itemsize) * self.itemsize + held, sums
+
+    def least_product_bytes(self) -> int:
+        return min(PRODUCT_BYTES, self.workspace // 16)
+
+    def room(self) -> tuple[int, int]:
+        """How many rows fit in a chunk, a multiple of 128 and at least least_rows, and the bytes for a chunk."""
+        held, sums = self.bytes_of_row()
+        left = self.workspace - TOKEN_BYTES * self.tokens - self.reserved - self.range_bytes()
+        if left // (held + sums) < self.tokens:
+            left -= self.sum_bytes()
+        rows = min(left // (held + sums), (left - self.least_product_bytes()) // held)
+        rows = max(rows // MULTIPLE * MULTIPLE, self.least_rows)
+        return rows, max(left, rows * (held + sums))
+
+    def fitting(self) -> int:
+        return self.room()[0]
 
     def product_bytes(self, rows: int) -> int:
-        """Bytes for the products of chunks of `rows` rows: what the chunks leave free, but no more than is useful."""
+        """Bytes for the products of chunks of `rows` rows: what the chunks leave free, and the memory of the sums,
+        which have been used by then; but no more than is useful.
+        """
         if not self.want_input or self.batch_invariant:
             return self.range_bytes()
-        room = product_bytes(max(self.fitting(), rows), rows, self.vocab, self.hidden, self.itemsize)
+        held, sums = self.bytes_of_row()
+        _, nbytes = self.room()
+        room = max(nbytes - rows * held, rows * sums, self.least_product_bytes()) // 16 * 16
         _, parts = self.input_steps(rows, room // 4)
         return min(room, 4 * self.hidden * max(parts * rows * (parts > 1), SPLITS_OF_FEW * min(rows, MULTIPLE)))
 
-    def input_steps(self, rows: int, numbers: int) -> tuple[int, int]:
-        depth = cdiv(self.vocab, self.tiles.block_k)
+    def input_steps(self, rows: int, numbers: int) -> tuple[float, int]:
+        """Time of the input gradient's GEMM, in main-loop steps, and the splits of V."""
         if self.batch_invariant:
-            ranges, tiles = ranges_of(self.vocab), self.tiles
+            ranges, tiles = ranges_of(self.vocab), self.input_tiles[0]
             items = cdiv(rows, tiles.block_m) * cdiv(self.hidden, tiles.block_n) * ranges
+            depth = cdiv(self.vocab, tiles.block_k)
             return cdiv(items, self.programs) * (cdiv(depth, ranges) + TILE_OVERHEAD.value), ranges
-        return steps_and_splits(rows, self.hidden, depth, numbers, self.programs, self.tiles)
+        steps, splits, _ = fastest_tiles(self.input_tiles, rows, self.hidden, self.vocab, numbers, self.programs)
+        return steps, splits
 
     def steps(self, rows: int, numbers: int) -> float:
         """Main-loop steps of a chunk's GEMMs, as far as they depend on how tokens are divided."""
@@ -179,9 +179,8 @@ def best_chunking(problem: Problem) -> Chunking:
 def equal_chunking(problem: Problem) -> Chunking:
     """Chunks that are the same on all ranks, if the problem's vocabulary is the largest shard."""
     problem = problem._replace(weight_tiles=WEIGHT_TILES["hopper"])  # the same tiles on every device
-    fitting = problem.fitting()  # once: another thread may change the workspace
-    chunks = slices(problem.tokens, fitting)
-    return Chunking(chunks, product_bytes(fitting, chunks[0].stop, problem.vocab, problem.hidden, problem.itemsize))
+    chunks = slices(problem.tokens, problem.fitting())
+    return Chunking(chunks, problem.product_bytes(chunks[0].stop))
 
 
 def record_chunks(call: Arguments, linear_weight: Tensor, rows: list[slice], *notes: str) -> None:
