@@ -11,7 +11,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_swap_of_the_first_screen_gives_the_same_loss():
-    (swap,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    swap, of_model = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    assert "+model = patch(AutoModelForCausalLM" in of_model
     losses = []
     for sign in "-+":
         names = {"F": F, "hidden": torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(1))}
@@ -20,3 +21,7 @@ def test_the_swap_of_the_first_screen_gives_the_same_loss():
         exec("\n".join(line[1:] for line in swap.splitlines() if line.startswith(sign)), names)
         losses.append(names["loss"])
     torch.testing.assert_close(*losses)
+
+
+def test_the_readme_is_one_that_a_newcomer_reads_to_its_end():
+    assert len(README.splitlines()) <= 150 and len(README.split()) <= 1000
