@@ -113,7 +113,9 @@ def get_workspace() -> int:
 
     With "auto" these are 512 MiB. A kernel then takes more if 2048 rows of a head's logits need more.
     """
-    return (_temporary.get() or AUTO_BYTES) - getattr(_taken, "nbytes", 0)
+    youngest = _temporary.blocks[-1:]
+    given = youngest[0].nbytes if youngest else _temporary.nbytes
+    return (given or AUTO_BYTES) - getattr(_taken, "nbytes", 0)
 
 
 def workspace_setting() -> int | str:
