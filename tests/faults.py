@@ -81,7 +81,7 @@ def state() -> tuple:
     return (
         flce_ops.get_workspace(),
         getattr(workspace._taken, "nbytes", 0),
-        len(workspace._temporary.blocks),
+        len(workspace.temporary.blocks),
         running.function,
         len(_get_current_dispatch_mode_stack()),
         torch.is_grad_enabled(),

@@ -30,6 +30,6 @@ def names_after(page: str) -> dict[str, object]:
             if "transformers" not in block or importlib.util.find_spec("transformers"):  # CI installs it
                 exec(block, names)
     finally:
-        budgets._temporary.set(budgets.AUTO)
+        budgets.temporary.set(budgets.AUTO)
         budgets._retained.set(None)
     return names

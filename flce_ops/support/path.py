@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import device_name
-from .workspace import workspace_setting
+from .workspace import temporary
 
 logger = logging.getLogger("flce_ops")
 
@@ -80,14 +80,16 @@ class Choice(NamedTuple):
 
 # Describes the last call of a kernel: its choice, rows of a chunk, number of chunks, notes. last_path() replaces it by
 # a Path.
-_last: tuple[Choice, int, int, tuple[str, ...], int | str] | Path | None = None
+_last: tuple[Choice, int, int, tuple[str, ...], int] | Path | None = None
 _logged: set[tuple[str, str, str]] = set()
 
 
 def record_run(call: Any, rows_per_chunk: int, chunks: int, *notes: str) -> None:
     """Records a run of `call`, an Arguments of flce_ops/meta that knows its choice."""
     global _last
-    _last = (call.choice, rows_per_chunk, chunks, call.notes + notes, workspace_setting())
+    youngest = temporary.blocks[-1:]  # temporary.get(), without a call: this runs in every step
+    workspace = youngest[0].nbytes if youngest else temporary.nbytes
+    _last = (call.choice, rows_per_chunk, chunks, call.notes + notes, workspace)
     path = last_path() if logger.isEnabledFor(logging.INFO) else None
     if path is not None:
         key = (path.op, path.implementation, path.reason)
@@ -107,5 +109,5 @@ def last_path() -> Path | None:
         choice, rows_per_chunk, chunks, notes, workspace = last
         reason = ", ".join((choice.reason(), *notes))
         name = choice.path.name if choice.path else ""
-        _last = last = Path(choice.op, name, reason, rows_per_chunk, chunks, workspace)
+        _last = last = Path(choice.op, name, reason, rows_per_chunk, chunks, workspace or "auto")
     return last

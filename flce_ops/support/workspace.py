@@ -99,7 +99,7 @@ class Budget:
                 self.blocks.remove(block)
 
 
-_temporary = Budget(AUTO)
+temporary = Budget(AUTO)
 _retained = Budget(None)
 _in_backward = Budget(None)  # any number: the block gradients_in_backward() is open
 
@@ -113,19 +113,19 @@ def get_workspace() -> int:
 
     With "auto" these are 512 MiB. A kernel then takes more if 2048 rows of a head's logits need more.
     """
-    youngest = _temporary.blocks[-1:]
-    given = youngest[0].nbytes if youngest else _temporary.nbytes
+    youngest = temporary.blocks[-1:]
+    given = youngest[0].nbytes if youngest else temporary.nbytes
     return (given or AUTO_BYTES) - getattr(_taken, "nbytes", 0)
 
 
 def workspace_setting() -> int | str:
     """The bytes that were set, or "auto"."""
-    return _temporary.get() or "auto"
+    return temporary.get() or "auto"
 
 
 def least_rows() -> int:
     """Rows of logits that are held at a time even if the workspace is too small for them."""
-    return DEFAULT_ROWS if _temporary.get() == AUTO else LEAST_ROWS
+    return DEFAULT_ROWS if temporary.get() == AUTO else LEAST_ROWS
 
 
 def get_retained() -> int:
@@ -192,7 +192,7 @@ def set_workspace(nbytes: float | Literal["auto"] | None = None, *, retained: fl
     """
     nbytes, retained = checked_bytes("set_workspace", nbytes, retained)
     if nbytes is not None:
-        _temporary.set(nbytes)
+        temporary.set(nbytes)
     if retained is not None:
         _retained.set(retained)
 
@@ -208,7 +208,7 @@ def workspace(nbytes: float | Literal["auto"] | None = None, *, retained: float 
         ValueError: as set_workspace.
     """
     nbytes, retained = checked_bytes("workspace", nbytes, retained)
-    with _temporary.block(nbytes), _retained.block(retained):
+    with temporary.block(nbytes), _retained.block(retained):
         yield
 
 
