@@ -15,7 +15,7 @@ def with_absolute_links(text, repository, tag):
         if match["path"] is None:  # code
             return match[0]
         view = "raw" if match["image"] else "blob"
-        return f"{match['image']}{match['text']}({repository}/{view}/{tag}/{match['path']})"
+        return f"{match['image']}{match['text']}({repository.rstrip('/')}/{view}/{tag}/{match['path']})"
 
     return LINK.sub(absolute, text)
 

@@ -7,7 +7,6 @@ unbacked. A condition on one cannot choose a branch while the graph is made. A c
 assumed then, and the graph asserts it when it runs: meta/checks.py.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -54,5 +53,6 @@ def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor is of a FakeTensorMode that a user entered, and nothing records a graph."""
     if not hasattr(tensor, "fake_mode") or torch.compiler.is_compiling():
         return False
-    recorder: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return recorder is None or recorder.get_proxy_mode() is None
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is None

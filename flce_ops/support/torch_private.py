@@ -1,10 +1,13 @@
-"""Every private name of torch that this package uses. No other file uses private names of torch.
+"""The private names of torch that the operators use. docs/what_we_rely_on.md lists them, and the few that other files
+read: integrations/transformers of modules, support/sizes.py and meta/ of torch.fx.experimental.
 
-PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py` has one test for each function here. If
-a torch release drops a name, that test fails first, with the name in the message.
+PyTorch has no public equivalent of these. `tests/compile/test_torch_private.py` tests the functions here; the page
+names the test that fails if a torch release drops a name.
 """
 
 import functools
+import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+logger = logging.getLogger("flce_ops")
 
 # A context in which a call skips the autograd keys. An Autograd kernel uses it to call the kernel below.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -181,13 +186,32 @@ def check_value(holds: torch.Tensor, message: str) -> None:
         raise ValueError(message)
 
 
+def module_of_compiler(name: str, loaded_by: str, without: str) -> Any:
+    """The module; None if torch.compile has not loaded `loaded_by`, which imports it. If torch has moved the module, a
+    warning says what goes on without it.
+    """
+    if sys.modules.get(name) is None and loaded_by in sys.modules:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            warn_of_missing(name, without)
+    return sys.modules.get(name)
+
+
+@functools.cache
+def warn_of_missing(name: str, without: str) -> None:
+    logger.warning(f"torch {torch.__version__} has no module {name}: {without}")
+
+
 def key_compiled_graphs(function: str, key: str) -> None:
     """Makes `key` part of the cache keys of graphs compiled from now on, if a compiler is loaded at all.
 
     The key gets its own name in a dictionary that is part of every cache key. Other entries, and the user's
     `torch.compiler.config.cache_key_tag`, stay. Dynamo loads that module before it traces anything.
     """
-    config: Any = sys.modules.get("torch._inductor.config")
+    config = module_of_compiler(
+        "torch._inductor.config", "torch._dynamo.convert_frame", "clear torch.compile's caches after an upgrade"
+    )
     if config is not None and config.unsafe_marked_cacheable_functions.get(function) != key:
         config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, function: key}
 
@@ -206,7 +230,9 @@ def written_over_where_donated(op: Any, in_place: Any) -> None:
     them. AOTAutograd refuses retain_graph for a backward with donated tensors. Other tensors are multiplied into new
     memory. Inductor's own pass for operators that overwrite arguments would first copy every input of a graph.
     """
-    compiler: Any = sys.modules.get("torch._inductor.lowering")
+    compiler = module_of_compiler(
+        "torch._inductor.lowering", "torch._inductor.compile_fx", "a compiled backward copies large gradients"
+    )
     if compiler is None or op in compiler.lowerings:
         return
     from torch._inductor import ir

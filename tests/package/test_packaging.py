@@ -159,14 +159,46 @@ def test_a_release_with_placeholders_is_refused(tmp_path, capsys):
     from release.placeholders import main
 
     project = tmp_path / "pyproject.toml"
-    project.write_text('[project.urls]\nHomepage = "https://github.com/a/b"\nIssues = "https://x.invalid/issues"\n')
-    assert main(project) == 1 and "https://x.invalid/issues\n" in capsys.readouterr().err
-    project.write_text('[project.urls]\nHomepage = "https://github.com/a/b"  # .invalid stood here\n')
+    for placeholder in (
+        *("https://x.invalid/issues", "https://x.INVALID", "http://x.invalid?a=b", "https://x.invalid#top"),
+        *("git@x.invalid:a/b.git", "ssh://git@x.invalid:22/a", "x.invalid/a", "https://invalid", "https://x.invalid."),
+        *("https://example.com/a", "https://www.Example.org", "http://localhost:8000/a", "https://docs.example/a"),
+    ):
+        project.write_text(f"[project.urls]\nHomepage = 'https://github.com/a/b'\n\"Bug reports\" = \"{placeholder}\"\n")
+        assert main(project) == 1 and f": {placeholder}\n" in capsys.readouterr().err
+    good = 'Homepage = "https://github.com/a/example"  # .invalid stood here\nDocs = "https://a.test.dev/invalid?test"\n'
+    project.write_text(f'[project.urls]\n{good}[tool.x]\nurl = "https://x.invalid"\n')
     assert main(project) == 0
+    project.write_text('[project]\nname = "a"\n')
+    assert main(project) == 1
     recipe = re.search(r"^release:\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert recipe == "$(PYTHON) -m release.placeholders"
     workflow = (ROOT / ".github/workflows/release.yml").read_text()
     assert workflow.index("release.placeholders") < workflow.index("-m build\n")
+
+
+def test_the_workflow_publishes_what_passed_all_tests_by_actions_that_cannot_move():
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    tests, publish = (
+        re.search(rf"^  {job}:\n.*?(?=^  \w|\Z)", workflow, re.DOTALL | re.MULTILINE)[0] for job in ("tests", "publish")
+    )
+    assert "      - run: make test-all\n" in tests
+    assert "    needs: [tests, smoke]\n" in publish and workflow.count("id-token: write") == 1
+    used = re.findall(r"uses: (.*)", publish)
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\S+", action) for action in used)
+
+
+def test_the_weekly_job_installs_what_the_tests_of_trainers_need():
+    weekly = (ROOT / ".github/workflows/ci.yml").read_text().split("\n  newest:\n")[1]
+    (imported,) = re.findall(r'-c "import (.*)"', weekly)
+    assert {"triton", "transformers", "accelerate", "peft", "trl", "grimp"} <= set(imported.split(", "))
+
+
+def test_links_of_the_long_description_have_no_empty_part():
+    namespace: dict = {}
+    exec((ROOT / "setup.py").read_text().removesuffix("setup(distclass=WithAbsoluteLinks)\n"), namespace)
+    for homepage in ("https://x.org/a", "https://x.org/a/"):
+        assert namespace["with_absolute_links"]("[b](c.md)", homepage, "v1") == "[b](https://x.org/a/blob/v1/c.md)"
 
 
 def test_the_address_of_the_repository_is_written_in_one_place():
