@@ -1,7 +1,7 @@
 """Refuses a release whose project URLs are still placeholders: python -m release.placeholders
 
-pyproject.toml is the one place that has them. A placeholder names a host that nobody can own: one below the domains that
-RFC 2606 reserves (.invalid, .example, .test, .localhost, and example.com, .net and .org), in any spelling of an address.
+pyproject.toml is the one place that has them. A placeholder names a host that nobody can own: one in the domains that
+RFC 2606 reserves (.invalid, .example, .test, .localhost, and example.com, .net and .org), however it is written.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .markdown import Rows, error, markdown, rows_of
+from .markdown import Rows, markdown, rows_of
 
 CLIENTS = {"trl": "TRL {}", "transformers": "Transformers, `model({}=...)`"}
 HEADS = {
@@ -26,24 +26,9 @@ def steps(rows: Rows) -> str:
     return markdown(["", *(HEADS[provider] for provider in heads)], body)
 
 
-def of_heads(rows: Rows) -> str:
-    """One line for each head of a client."""
-    body = [(HEADS[row["provider"]], *figures(row)) for row in rows]
-    return markdown(["", "step, ms", "MiB", "head, ms", "MiB", "errors"], body)
-
-
 def client_of(row: dict[str, str]) -> str:
     name, in_float32 = CLIENTS[row["client"]].format(row["loss"]), row["weights"] == "float32"
     return f"{name}, float32 weights" if in_float32 else name
-
-
-def figures(row: dict[str, str]) -> list[str]:
-    """Figures of the step, of the head alone, and errors of the gradients of hidden states and weight."""
-    if row["reason"]:
-        return [row["reason"], "", "", "", ""]
-    cells = [text for part in ("step", "head") for text in time_and_memory(row, part)]
-    errors = ", ".join(error(row[column]) for column in ("err_dx", "err_dw"))
-    return [*cells, errors]
 
 
 def time_and_memory(row: dict[str, str], part: str) -> tuple[str, str]:
@@ -52,5 +37,4 @@ def time_and_memory(row: dict[str, str], part: str) -> tuple[str, str]:
 
 TABLES = {
     "clients.csv": lambda: steps(rows_of("clients")),
-    "clients.csv, H100": lambda: of_heads(rows_of("clients", "nvidia-h100")),
 }

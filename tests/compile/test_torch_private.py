@@ -1,5 +1,5 @@
-"""A test of each function in support/torch_private.py, which fails if torch drops a name that the function reads, and the
-names of docs/what_we_rely_on.md compared with the sources.
+"""A test of each function in support/torch_private.py, which fails if torch drops a name that the function reads; and
+the names of docs/what_we_rely_on.md, compared with the sources.
 """
 
 import ast
@@ -501,7 +501,7 @@ def unexplained_attributes():
     layer, compiled = torch.nn.Linear(1, 1), (lambda: None).__code__
     objects = (torch, torch.nn, torch.distributed, torch.Tensor, torch.distributed.tensor.DTensor, layer, compiled)
     objects += (torch.autograd.function.FunctionCtx(),)
-    python = [list, dict, str, type, slice, property, sys, *(importlib.import_module(name) for name in IMPORTED_BY_INTEGRATIONS)]
+    python = [list, dict, str, type, slice, property, sys, *map(importlib.import_module, IMPORTED_BY_INTEGRATIONS)]
     explained = {name for value in (*objects, *python) for name in all_names(value)}
     of_layers = {*dir(layer), *dir(torch.Tensor), *dir(dict)}
     own, trees = set(), [ast.parse(path.read_text()) for path in (ROOT / "flce_ops").rglob("*.py")]
@@ -525,9 +525,9 @@ def unexplained_attributes():
             elif isinstance(node, ast.FunctionDef) and id(node) not in methods and node.args.args:
                 # a function that replaces a method of another library's class, or is called with its trainer
                 if (first := node.args.args[0].arg) in ("self", "trainer"):
-                    attributes = (inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
-                    names = {inner.attr for inner in attributes if re.fullmatch(rf"{first}(\.\w+)*", ast.unparse(inner.value))}
-                    found |= names - of_layers
+                    read = (inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
+                    chain = re.compile(rf"{first}(\.\w+)*")
+                    found |= {one.attr for one in read if chain.fullmatch(ast.unparse(one.value))} - of_layers
     return {name for name in found if not name.startswith(("flce_", "__"))}
 
 

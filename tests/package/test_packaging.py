@@ -164,9 +164,12 @@ def test_a_release_with_placeholders_is_refused(tmp_path, capsys):
         *("git@x.invalid:a/b.git", "ssh://git@x.invalid:22/a", "x.invalid/a", "https://invalid", "https://x.invalid."),
         *("https://example.com/a", "https://www.Example.org", "http://localhost:8000/a", "https://docs.example/a"),
     ):
-        project.write_text(f"[project.urls]\nHomepage = 'https://github.com/a/b'\n\"Bug reports\" = \"{placeholder}\"\n")
+        urls = f'Homepage = \'https://github.com/a/b\'\n"Bug reports" = "{placeholder}"\n'
+        project.write_text(f"[project.urls]\n{urls}")
         assert main(project) == 1 and f": {placeholder}\n" in capsys.readouterr().err
-    good = 'Homepage = "https://github.com/a/example"  # .invalid stood here\nDocs = "https://a.test.dev/invalid?test"\n'
+    good = (
+        'Homepage = "https://github.com/a/example"  # .invalid stood here\nDocs = "https://a.test.dev/invalid?test"\n'
+    )
     project.write_text(f'[project.urls]\n{good}[tool.x]\nurl = "https://x.invalid"\n')
     assert main(project) == 0
     project.write_text('[project]\nname = "a"\n')
