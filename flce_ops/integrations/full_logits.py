@@ -39,12 +39,11 @@ def is_of_trl(trainer: Any) -> bool:
 
 
 def watch_trainers(adviser: Adviser, **wrappers: Callable[[Callable], Callable]) -> None:
-    """Wraps Trainer.train, and the methods that have these names, once a process. AttributeError before any is wrapped
-    if Trainer lacks one.
+    """Wraps the methods of Trainer with these names, once a process: `train` by `watching`, and others. AttributeError
+    before any is wrapped if Trainer lacks one.
     """
     from transformers.trainer import Trainer
 
-    wrappers["train"] = watching
     found = {name: getattr(Trainer, name) for name in wrappers}
     made = {name: wrappers[name](method) for name, method in found.items() if not hasattr(method, "flce_original")}
     for name, method in made.items():

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
+from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers, watching
 from .forward import EVAL_LOGITS, SMOOTHED_BY_TRAINER, TAKEN_BY_TRAINER, SmoothedLoss, gives_logits, is_patched
 from .liger import check_loss_is_not_ligers, inside_peft
 
@@ -28,7 +28,7 @@ def announce_to_models() -> None:
         import transformers.trainer  # noqa: F401
     except ImportError:  # Trainer needs accelerate, which is not installed if Trainer is not used
         return
-    watch_trainers(advice_for, prediction_step=announcing_predictions, compute_loss=announcing_labels)
+    watch_trainers(advice_for, train=watching, prediction_step=announcing_predictions, compute_loss=announcing_labels)
 
 
 def advice_for(trainer: Any) -> str | None:

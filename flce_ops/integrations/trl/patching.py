@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...functional.public import typed
-from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
+from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers, watching
 from ..places import Place, Replacements
 from ..sparse_options import check_threshold
 from .divergence import chunked_divergence_loss
@@ -87,7 +87,7 @@ def patch(*, gradient_threshold: float = 0.0) -> None:
         ImportError: TRL is not installed.
     """
     check_threshold("patch", gradient_threshold)
-    watch_trainers(advice_for)
+    watch_trainers(advice_for, train=watching)
     REPLACEMENTS.put()
     LOG_PROBS.set(with_threshold(gradient_threshold))
 
