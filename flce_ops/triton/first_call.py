@@ -87,7 +87,19 @@ class Loader(ThreadPoolExecutor):
                 kernel.run  # noqa: B018  loads it
             return kernel
 
-        return super().submit(compile_and_load)
+        def result(timeout: float | None = None) -> Any:
+            """Triton asks here before each launch of a kernel that it does not have yet. Without another attempt, one
+            failure, such as a full disk, would be raised by all launches of the kernel.
+            """
+            error = future.exception(timeout)
+            if error is None:
+                return Future.result(future)
+            logger.warning("a kernel is compiled again, because its first compilation failed: %r", error)
+            return compile(*args, **options)
+
+        future = super().submit(compile_and_load)
+        future.result = result  # type: ignore[method-assign]
+        return future
 
 
 def on_meta(call: Arguments, tokens: int) -> Arguments:

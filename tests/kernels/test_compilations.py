@@ -106,6 +106,7 @@ numbers = [2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000, *(random.randint(1, 2
 arguments = json.loads(sys.argv[1])
 if arguments[2] <= 50257:
     numbers.append(2**21 + 5)  # a grid of so many rows
+flce_ops.set_workspace(arguments.pop())
 step(*arguments)
 found = []
 for launch, call in calls:
@@ -128,6 +129,7 @@ print(json.dumps(found))
     ("function", "hidden", "vocab", "options"),
     [
         ("linear_cross_entropy", 512, 32000, {}),
+        ("linear_cross_entropy", 512, 32000, {"workspace": 16 << 20}),  # few rows a chunk
         ("linear_cross_entropy", 4096, 128256, {"linear_bias": True}),
         pytest.param("linear_cross_entropy", 1024, 50257, {"z_loss": 1e-4}, marks=pytest.mark.exhaustive),  # V is odd
         ("linear_cross_entropy", 512, 50257, {"gradient_threshold": 0.02, "gradient_mode": "drop"}),
@@ -142,7 +144,9 @@ print(json.dumps(found))
 )
 def test_no_number_of_tokens_needs_a_kernel_that_the_first_call_did_not_compile(function, hidden, vocab, options):
     """Nor has it a grid that grows in another dimension than the first: CUDA has room for 65,535 programs there."""
-    found = json.loads(run_fresh(COUNT, json.dumps([function, hidden, vocab, options])))
+    workspace = options.get("workspace", "auto")
+    options = {name: value for name, value in options.items() if name != "workspace"}
+    found = json.loads(run_fresh(COUNT, json.dumps([function, hidden, vocab, options, workspace])))
     assert found
     for op, compiled, kernels, new, too_large in found:
         assert not new and not too_large, op
@@ -184,6 +188,38 @@ print(json.dumps([kernels, before, loads, threading.get_ident() in threads, len(
 def test_kernels_are_compiled_and_loaded_in_threads_and_then_launched():
     kernels, launched_before, threads, in_this_thread, launched = json.loads(run_fresh(COMPILE))
     assert kernels >= 3 and launched_before == 0 and threads > 1 and not in_this_thread and launched >= 3
+
+
+FAIL_ONCE = (
+    WITHOUT_GPU
+    + """
+import logging, tempfile
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+H200.launcher_cls = lambda self, *args: lambda *launch: None
+said, failures = [], []
+logging.getLogger("flce_ops").addHandler(SimpleNamespace(level=0, handle=lambda record: said.append(record.msg)))
+step("cross_entropy", 1, 1000, {})
+((launch, call),) = calls
+compile = triton.compile
+first = triton.compiler.compile
+
+def full_disk(*args, **options):
+    if not failures:
+        failures.append(1)
+        raise OSError("No space left on device")
+    return first(*args, **options)
+
+triton.compiler.compile = full_disk
+first_call.compile_kernels(launch, call, device)
+launch(first_call.on_meta(call, 16))
+print(json.dumps([len(failures), sum("compiled again" in message for message in said)]))
+"""
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
+def test_a_kernel_whose_compilation_failed_once_is_compiled_again_and_runs():
+    assert json.loads(run_fresh(FAIL_ONCE)) == [1, 1]
 
 
 class OnGpu:

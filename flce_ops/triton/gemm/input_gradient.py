@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...support.sizes import cdiv
-from ..kernel import Kernel
+from ..kernel import Kernel, launches
 from ..rows.valid_tokens import ValidTokens, valid_rows
 from .tiles import (
     EVERY_BLOCK,
@@ -283,12 +283,21 @@ def launch_input_gradient(
     product: Tensor,  # flat float32 memory
     blocks: ClassBlocks = EVERY_BLOCK,
     by_ranges: bool = False,  # V is split into ranges, for batch_invariant
+    choice: tuple[Tiles, ...] = (),
 ) -> None:
     (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
-    numbers, choice = min(product.shape[0], 2**31 - 1), input_tiles_for(linear_weight, blocks.number is not None)
-    # a token's bits may depend on the tiles
-    at_most = choice[:1] if by_ranges else choice
-    *_, tiles = fastest_tiles(at_most, n, hidden, linear_weight.shape[0], numbers, programs)
+    numbers, choice = (
+        min(product.shape[0], 2**31 - 1),
+        choice or input_tiles_for(linear_weight, blocks.number is not None),
+    )
+    if by_ranges:  # a token's bits may depend on the tiles
+        choice = choice[:1]
+    if launches.only_compile and len(choice) > 1:  # the number of tokens decides which of these kernels runs
+        for tiles in choice:
+            of_rows = out, exponentials, linear_weight, finish, valid_tokens, product, blocks
+            launch_input_gradient(*of_rows, by_ranges, (tiles,))
+        return
+    *_, tiles = fastest_tiles(choice, n, hidden, linear_weight.shape[0], numbers, programs)
     depth = cdiv(linear_weight.shape[0], tiles.block_k)
     steps = steps_of_range(tiles) if by_ranges else 0
     if by_ranges and depth > steps:
