@@ -7,6 +7,7 @@ TRL register an adviser, which says for which trainers to warn, and what to do.
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,14 @@ SERVED_OF_TRL = (
 
 Adviser = Callable[[Any], str | None]  # takes a trainer, returns advice about its logits; None if nothing is patched
 _advisers: list[Adviser] = []
-_logged: set[str] = set()
+_logged: set[Any] = set()
 
 
-def warn_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
+def warn_once(message: str, about: Any = None) -> None:
+    """Logs a message once a process, or once for each object that it is about."""
+    key = message, None if about is None else weakref.ref(about)
+    if key not in _logged:
+        _logged.add(key)
         logger.warning(message)
 
 
@@ -35,17 +38,22 @@ def is_of_trl(trainer: Any) -> bool:
     return any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
 
 
-def watch_trainers(adviser: Adviser) -> None:
+def watch_trainers(adviser: Adviser, **wrappers: Callable[[Callable], Callable]) -> None:
+    """Wraps the methods of Trainer with these names, once a process: `train` by `watching`, and others. AttributeError
+    before any is wrapped if Trainer lacks one.
+    """
     from transformers.trainer import Trainer
 
+    found = {name: getattr(Trainer, name) for name in wrappers}
+    made = {name: wrappers[name](method) for name, method in found.items() if not hasattr(method, "flce_original")}
+    for name, method in made.items():
+        functools.update_wrapper(method, found[name]).flce_original = found[name]  # type: ignore[attr-defined]
+        setattr(Trainer, name, method)
     if adviser not in _advisers:
         _advisers.append(adviser)
-    if not hasattr(Trainer.train, "flce_original"):
-        Trainer.train = watching(Trainer.train)  # type: ignore[method-assign]
 
 
 def watching(original: Callable) -> Callable:
-    @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         advice = next((found for adviser in _advisers if (found := adviser(self)) is not None), None)
         if advice is None:
@@ -56,7 +64,6 @@ def watching(original: Callable) -> Callable:
         finally:
             hook.remove()
 
-    train.flce_original = original  # type: ignore[attr-defined]
     return train
 
 

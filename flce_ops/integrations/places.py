@@ -51,11 +51,12 @@ class Replacements:
     def __init__(self, library: str, tested: str, functions: Mapping[Place, Any]) -> None:
         """library: its distribution's name. tested: the version that the tests run."""
         self.library, self.tested, self.functions = library, tested, functions
-        self.originals: dict[Place, Any] = {}  # the functions that were replaced; empty if none are replaced
+        self.originals: dict[Place, Any] = {}  # the functions that were replaced, also after take_away
+        self.in_place = False
 
     def put(self) -> None:
         """Replaces all names. If one is not as known, replaces nothing and raises NotImplementedError with its name."""
-        if self.originals:
+        if self.in_place:
             return
         for place in self.functions:
             wrong = place.what_is_wrong()
@@ -67,13 +68,14 @@ class Replacements:
         for place, function in self.functions.items():
             self.originals[place] = place.get()
             place.set(function)
+        self.in_place = True
 
     def take_away(self) -> None:
-        if not self.originals:
+        if not self.in_place:
             raise ValueError(f"{self.library} is not patched")
         for place, original in self.originals.items():
             place.set(original)
-        self.originals.clear()
+        self.in_place = False
 
 
 def look_up(module: str, name: str) -> Any:

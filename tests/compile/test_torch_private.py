@@ -477,9 +477,8 @@ def names_of_libraries():
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in imported:
                 if isinstance(node.ctx, ast.Store):
                     found.add(f"{ast.unparse(node.value)}.{node.attr}")
-            elif isinstance(node, ast.For) and "setattr" in (body := ast.unparse(node)):  # for name in (...): setattr
-                owners = set(re.findall(r"setattr\((\w+), name", body)) & imported
-                found |= {f"{owner}.{pair.elts[0].value}" for owner in owners for pair in node.iter.elts}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "watch_trainers":  # sets these methods
+                found |= {f"Trainer.{keyword.arg}" for keyword in node.keywords}
             if isinstance(node, ast.Attribute):
                 found |= {node.attr} if re.match(r"_(?!_)", node.attr) else set()
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

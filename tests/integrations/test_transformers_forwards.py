@@ -410,7 +410,11 @@ def test_a_model_whose_head_is_inside_of_another_model(inner_loss):
     assert copied.language_model is not model.language_model and not has_logits(copied(**inputs))
     unpatch(model)
     assert has_logits(model(**inputs)) and has_logits(model.language_model(inputs["input_ids"]))
-    assert not any(name.startswith("_flce_stand") for module in model.modules() for name in vars(module))
+    assert not any(name.startswith("_flce") for module in model.modules() for name in vars(module))
+    patch(model.language_model)
+    unpatch(patch(model))
+    assert has_logits(model(**inputs)) == (not inner_loss)  # the inner model was patched by itself
+    assert not has_logits(model.language_model(**make_batch()))
 
 
 class ScaledHead(nn.Linear):

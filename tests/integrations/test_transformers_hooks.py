@@ -1,5 +1,6 @@
 """Hooks on the modules of a patched model act as on the unpatched one."""
 
+import copy
 import functools
 
 import pytest
@@ -128,6 +129,10 @@ def test_hooks_that_need_logits_are_named_once_in_the_log(caplog):
         model(**batch), model(**batch)
     assert [record.name for record in caplog.records] == ["flce_ops"]
     assert "from logits, as unpatched" in caplog.text and "watcher_of_logits" in caplog.text
+    copy.copy(model)(**batch)  # a replica of DataParallel is such a copy
+    assert len(caplog.records) == 1
+    copy.deepcopy(model)(**batch)  # another model with the same hook
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("count", NUM_ITEMS)

@@ -160,6 +160,40 @@ def test_trainer_evaluates_without_logits_unless_it_takes_them(tmp_path):
     assert given == [False, True, False]
 
 
+def test_a_model_that_is_not_patched_trains_as_before_another_was_patched(tmp_path):
+    peft = pytest.importorskip("peft")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model, rows = peft.get_peft_model(make_model("GPT-2, tied"), prompts), make_rows()
+    expected, _ = run_trainer(copy.deepcopy(model), rows, tmp_path)
+    with patched(make_model()):
+        assert run_trainer(copy.deepcopy(model), rows, tmp_path)[0] == expected
+    assert run_trainer(copy.deepcopy(model), rows, tmp_path)[0] == expected
+    ours, _ = run_trainer(patch(model), rows, tmp_path)  # its base_model has no `model`
+    assert ours == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["prediction_step", "compute_loss", "train"])
+def test_a_trainer_that_lacks_a_method_is_refused_before_anything_changes(missing, monkeypatch):
+    model = make_model()
+    for name in ("prediction_step", "compute_loss", "train"):
+        method = getattr(Trainer, name)
+        monkeypatch.setattr(Trainer, name, getattr(method, "flce_original", method))
+    monkeypatch.delattr(Trainer, missing)
+    before = dict(vars(Trainer)), set(vars(model)), set(vars(model.lm_head))
+    with pytest.raises(AttributeError, match=missing):
+        patch(model)
+    assert (dict(vars(Trainer)), set(vars(model)), set(vars(model.lm_head))) == before
+
+
+def test_a_trainer_leaves_nothing_on_its_model(tmp_path):
+    model, rows = make_model(), make_rows(4)
+    before = set(vars(model))
+    with patched(model):
+        _, trainer = run_trainer(model, rows, tmp_path, label_smoothing_factor=0.2)
+        trainer.predict(rows)
+    assert not any("flce" in name for name in set(vars(model)) - before)
+
+
 class OwnStep(Trainer):
     """A Trainer whose prediction_step does not call Trainer's."""
 

@@ -1,9 +1,14 @@
 """Patching and unpatching: instances, classes, copies, saved models, resized vocabularies."""
 
 import copy
+import functools
+import gc
 import inspect
 import io
 import pickle
+import threading
+import weakref
+from types import MethodType
 
 import pytest
 
@@ -20,7 +25,7 @@ def test_unpatch_puts_an_instance_back():
     model, batch = make_model(), make_batch()
     before = set(vars(model)), set(vars(model.lm_head)), model.forward
     assert unpatch(patch(model)) is model
-    assert (set(vars(model)) - {"_flce_loss_without_logits"}, set(vars(model.lm_head)), model.forward) == before
+    assert (set(vars(model)), set(vars(model.lm_head)), model.forward) == before
     assert has_logits(model(**batch))
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
         unpatch(model)
@@ -50,6 +55,9 @@ def test_a_class_that_inherits_its_forward_inherits_it_again():
         assert "forward" in vars(Derived)
         assert MistralForCausalLM.forward is not Derived.forward
     assert "forward" not in vars(Derived)
+    with patched(MistralForCausalLM):
+        assert unpatch(patch(Derived)).forward is MistralForCausalLM.forward
+    assert "forward" not in vars(Derived) and not any("flce" in name for name in vars(Derived))
 
 
 def test_patched_is_over_after_an_exception():
@@ -134,6 +142,7 @@ def test_a_model_written_while_its_class_is_patched_is_read_where_it_is_not(name
     read = pickle.loads(written)
     assert has_logits(read(**batch))
     check_same(loss_and_gradients(read, **batch), expected)
+    assert b"flce_ops" not in pickle.dumps(unpatch(read))
 
 
 def test_state_dict_and_signature_are_the_models_own(tmp_path):
@@ -165,16 +174,93 @@ def test_a_traceback_shows_the_lines_of_a_forward_that_computes_its_own_cross_en
     assert shown == ["loss = loss_fct(lm_logits.view(-1, lm_logits.size(-1)), labels.view(-1))"]
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_unpatch_puts_every_module_back(name):
+def names_by_module(model):
+    return {place: set(vars(module)) for place, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("kind", ["model", "class"])
+@pytest.mark.parametrize("name", ["Llama", *HEADS])
+def test_unpatch_puts_every_module_back(name, kind):
     model, batch = make_model(name), make_batch()
-    modules = dict(model.named_modules())
-    before = {place: set(vars(module)) for place, module in modules.items()}
-    theirs = model(**batch)
-    unpatch(patch(model))
-    before[""].add("_flce_loss_without_logits")
-    assert {place: set(vars(module)) for place, module in modules.items()} == before
+    before, theirs = names_by_module(model), model(**batch)
+    with patched(model if kind == "model" else type(model)):
+        assert not has_logits(model(**batch))
+        copied = copy.deepcopy(model)
+    assert names_by_module(model) == before
+    assert b"flce_ops" not in pickle.dumps(model)  # a process without this package can read it
     assert torch.equal(model(**batch).logits, theirs.logits)
+    assert names_by_module(unpatch(copied) if kind == "model" else copied) == before
+
+
+def test_unpatch_of_a_class_leaves_its_patched_instances_patched():
+    model = patch(make_model())
+    with patched(LlamaForCausalLM):
+        assert not has_logits(model(**make_batch()))
+    assert not has_logits(model(**make_batch()))
+    assert has_logits(unpatch(model)(**make_batch()))
+
+
+@pytest.mark.parametrize("target", [LlamaForCausalLM, None])
+def test_a_forward_that_somebody_kept_before_unpatch_is_the_models_own(target):
+    model = make_model()
+    with patched(model if target is None else target):
+        kept = model.forward.__func__
+        assert not has_logits(kept(model, **make_batch()))
+    assert has_logits(kept(model, **make_batch()))
+
+
+@pytest.mark.parametrize("target", [LlamaForCausalLM, None])
+def test_unpatch_leaves_a_wrapper_of_somebody_else_where_it_is(target):
+    model = make_model()
+    with patched(model if target is None else target):
+        inner = model.forward.__func__  # accelerate's autocast and TRL's fused head copy its attributes
+        model.forward = MethodType(functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs)), model)
+        wrapper = model.forward
+        assert not has_logits(model(**make_batch()))
+        if target is not None:
+            unpatch(patch(model))
+    assert model.forward is wrapper
+    assert has_logits(model(**make_batch()))
+
+
+def test_a_refused_patch_leaves_the_model_as_it_was():
+    model = make_model()
+    model.forward = lambda *args, **kwargs: None
+    before = names_by_module(model)
+    with pytest.raises(NotImplementedError, match="has a forward of its own"):
+        patch(model)
+    assert names_by_module(model) == before
+
+
+def test_unpatch_restores_a_head_that_peft_has_wrapped():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(patch(make_model()), peft.LoraConfig(target_modules=["lm_head"]))
+    assert not has_logits(model(**make_batch()))
+    assert b"flce_ops" not in pickle.dumps(unpatch(model))
+
+
+def test_calls_of_other_threads_do_not_see_the_loss_of_this_one():
+    model, batch, found = patch(make_model(), label_smoothing=0.3).eval(), make_batch(), []
+    expected = model(**batch).loss
+
+    def call_in_another_thread(*_):
+        handle.remove()
+        thread = threading.Thread(target=lambda: found.extend([model(batch["input_ids"]), model(**batch)]))
+        thread.start()
+        thread.join()
+
+    handle = model.model.register_forward_pre_hook(call_in_another_thread)
+    assert torch.equal(model(**batch).loss, expected)
+    assert has_logits(found[0]) and torch.equal(found[1].loss, expected)
+
+
+def test_a_patched_model_is_freed():
+    model = patch(make_model())
+    model(**make_batch())
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_wrapper_around_forward_survives_unpatch_and_patch():

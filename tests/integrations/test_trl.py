@@ -1,10 +1,12 @@
 """TRL's trainers with the operators in place of its fused head take the same steps as with TRL's own, in float32."""
 
+import concurrent.futures
 import contextlib
 import importlib
 import logging
 import re
 import sys
+import types
 
 import pytest
 
@@ -151,7 +153,8 @@ def test_the_steps_of_a_trainer_are_those_of_trl(name, tokenizer, tmp_path, call
     trainer, _, options, _ = RUNS[name]
     of_sums = trainer == "SFT" and options.get("loss_type") != "dft"
     of_tokens = "linear_kl_div" if trainer == "Distillation" else "linear_log_probs"
-    assert set(calls) == {"linear_cross_entropy" if of_sums else of_tokens}
+    # an evaluation takes the tokens' own log-probabilities
+    assert set(calls) == {of_tokens, *(["linear_cross_entropy"] if of_sums else [])}
     largest = max(float((theirs[key] - before[key]).abs().max()) for key in theirs)
     for key, expected in theirs.items():
         # 5e-5 of the largest change was seen for WPO, 3e-6 for others, and a unit in the last place of the parameter
@@ -257,6 +260,65 @@ def test_a_compiled_head_follows_patch_and_unpatch(calls):
         with context:
             torch.testing.assert_close(compiled(hidden), expected)
         assert calls == ["linear_log_probs"]
+
+
+@pytest.fixture
+def in_nll_step(monkeypatch):
+    """Runs a function in the place of SFTTrainer's compute_loss for "nll", while TRL is patched."""
+
+    def run(function):
+        trainer = types.SimpleNamespace(args=types.SimpleNamespace(loss_type="nll"))
+        with patched(), monkeypatch.context() as during:
+            during.setitem(patching.REPLACEMENTS.originals, patching.SFT_LOSS, lambda _: function())
+            return patching.compute_loss(trainer)
+
+    return run
+
+
+def in_another_thread(function):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_sums_of_an_nll_step_are_for_its_thread_and_for_gradients_alone(in_nll_step, compiled):
+    (hidden, weight, _, targets), utils = head_inputs(torch.float32, bias=False), trl_utils()
+    torch.compiler.reset()
+
+    def head():
+        return utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32)[0]
+
+    expected = head()
+    head = torch.compile(head, backend="eager", fullgraph=True) if compiled else head
+
+    def step():
+        mine, others = head(), in_another_thread(head)
+        again = in_another_thread(lambda: in_nll_step(lambda: (head(), in_another_thread(head))))
+        with torch.no_grad():
+            return mine, others, *again, head()
+
+    mine, others, summed, beside, evaluated = in_nll_step(step)
+    for found in (mine, summed):
+        torch.testing.assert_close(found, expected.mean().expand(37))
+    for found in (others, beside, evaluated):
+        torch.testing.assert_close(found, expected)
+    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_a_compute_loss_that_somebody_kept_is_that_of_trl_after_unpatch(tokenizer, tmp_path, calls):
+    with patched():
+        kept = trl.SFTTrainer.compute_loss
+    trainer = make_trainer("SFT", tokenizer, tmp_path)
+    trainer.compute_loss = types.MethodType(kept, trainer)
+    trainer.train()
+    assert not calls
+
+
+def test_blocks_that_overlap_leave_nothing_behind():
+    first, second = patched(), patched()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None), second.__exit__(None, None, None)
+    assert trl_utils()._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
 class Renamed(torch.autograd.Function):

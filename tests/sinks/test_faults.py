@@ -232,7 +232,8 @@ if __name__ == "__main__":
 def test_a_process_that_is_started_by_one_that_calls_has_its_results(method, tmp_path):
     script = tmp_path / "processes.py"  # a file, which a spawned process imports
     script.write_text(PROCESSES)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # GNU's OpenMP, and so torch's CPU build, waits forever in a forked child whose parent has used several threads
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), method]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

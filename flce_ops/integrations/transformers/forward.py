@@ -80,11 +80,13 @@ def activate(model: PreTrainedModel) -> None:
 
 
 def restore(model: PreTrainedModel) -> None:
-    for module in list(makers_of_logits(model)):
-        if hasattr(module, ACTIVE):
-            setattr(module, ACTIVE, False)  # enough if a wrapper (accelerate's autocast) now holds the forward
+    for module in [model, *modules_that_see_logits(model)]:
+        if module is not model and EVAL_LOGITS in module.__dict__:  # a model in this one, patched by itself
+            break
         restore_forward(module)
         module.__dict__.pop(STAND_IN, None)
+        if module.__dict__.pop(ACTIVE, None) is not None and has_another_forward(module, original_of(type(module))):
+            setattr(module, ACTIVE, False)  # a wrapper (accelerate's autocast) holds the forward
 
 
 def forward_of_model(model: nn.Module) -> BoundForward:
@@ -121,11 +123,14 @@ def forward_without_logits(cls: type[nn.Module], *, of_instance: bool) -> Callab
         given = labels_at is not None and len(args) > labels_at
         labels = args[labels_at] if given else kwargs.get("labels")
         smoothed = getattr(self, SMOOTHED_BY_TRAINER, None) if labels is None else None
-        if (labels is None and smoothed is None) or (of_instance and not getattr(self, ACTIVE, False)):
+        # after unpatch, a hook or wrapper may still hold this forward
+        active = getattr(self, ACTIVE, False) if of_instance else hasattr(cls, EVAL_LOGITS)
+        if (labels is None and smoothed is None) or not active:
             return original(self, *args, **kwargs)
         prepare(self)
         name, label_smoothing = type(self).__name__, getattr(self, LABEL_SMOOTHING, 0.0)
-        if wants_logits(modules_that_see_logits(self), losses_in(self), name):
+        # DataParallel's replica has the model's stand-in
+        if wants_logits(modules_that_see_logits(self), losses_in(self), self if holder is None else holder.module):
             if labels is not None and label_smoothing:
                 raise NotImplementedError(
                     f"{name}: label_smoothing of patch: not implemented beside hooks that see logits, with which the "

@@ -13,6 +13,8 @@ its class differs, in which the head is a Recorder. So a forward may call super(
 
 import functools
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -30,6 +32,7 @@ from .loss import Affine, Hidden, Loss
 
 STAND_IN = "_flce_stand_in"  # attribute of a model or container of a head: a StandIn
 CLASSES: dict[tuple[type, str], type] = {}  # of stand-ins made so far
+STAND_INS: weakref.WeakSet["StandIn"] = weakref.WeakSet()  # of the models and containers that are alive
 
 
 def head_or_loss(
@@ -146,8 +149,8 @@ def classes_of(head: nn.Module) -> int:
 # ---------------------------------------------------------------- stand-ins
 
 
-class StandIn:
-    """Holds the stand-in of a module. Copies and pickles make the stand-in of the copy."""
+class StandIn(threading.local):
+    """Holds the stand-in of a module, one for each thread. Copies and pickles make the stand-in of the copy."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         """name: of the child of `module` that makes the logits. While pickle loads the module, it may be empty."""
@@ -158,6 +161,7 @@ class StandIn:
             CLASSES[key] = class_of_stand_in(*key)
         self.stand_in: Any = object.__new__(CLASSES[key])
         object.__setattr__(self.stand_in, "__dict__", module.__dict__)
+        STAND_INS.add(self)
 
     def __reduce__(self) -> tuple:
         return StandIn, (self.module, self.name)

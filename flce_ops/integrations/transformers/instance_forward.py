@@ -60,9 +60,10 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def restore_forward(module: nn.Module) -> None:
-    if hasattr(unbound(module.__dict__.get(HOOKED)), "flce_original"):
+    """Somebody else's forward stays, also if functools.wraps gave that forward the mark of ours."""
+    if isinstance(module.__dict__.get(HOOKED), BoundForward):
         setattr(module, HOOKED, MethodType(type(module).forward, module))
-    elif hasattr(unbound(module.__dict__.get(PLAIN)), "flce_original"):
+    elif isinstance(module.__dict__.get(PLAIN), BoundForward):
         del module.forward
 
 

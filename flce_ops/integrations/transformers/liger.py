@@ -8,10 +8,14 @@ from typing import Any
 from .instance_forward import unbound
 
 
+def inside_peft(model: Any) -> Any:
+    """The model that PEFT has wrapped, or `model`."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
 def check_loss_is_not_ligers(model_or_class: Any) -> None:
     """Raises NotImplementedError if the forward of a model, of PEFT's base model, or of a class is Liger's."""
-    if hasattr(model_or_class, "peft_config") and hasattr(model_or_class, "get_base_model"):
-        model_or_class = model_or_class.get_base_model()
+    model_or_class = inside_peft(model_or_class)
     forward = getattr(model_or_class, "forward", None)
     if forward is not None:
         forward = inspect.unwrap(unbound(forward))

@@ -29,8 +29,10 @@ ANY_OUTPUT = (
 )
 
 
-def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_name: str) -> bool:
-    """Whether a hook that may need logits sees the results of `makers`, or the arguments or results of `users`."""
+def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model: nn.Module) -> bool:
+    """Whether a hook that may need logits sees the results of `makers`, or the arguments or results of `users`. Warns
+    once for each model.
+    """
     hooks: list[Callable] = []
     for module in makers:
         hooks += hooks_on_the_output(module)
@@ -40,8 +42,9 @@ def wants_logits(makers: Iterable[nn.Module], users: Iterable[nn.Module], model_
     if hooks and not torch.compiler.is_compiling():
         names = ", ".join(dict.fromkeys(name_of(hook) for hook in hooks))
         warn_once(
-            f"{model_name}: the patched model computes its loss from logits, as unpatched, since there are hooks on "
-            f"its output embedding or its loss that need them: {names}"
+            f"{type(model).__name__}: the patched model computes its loss from logits, as unpatched, since there are "
+            f"hooks on its output embedding or its loss that need them: {names}",
+            model,
         )
     return bool(hooks)
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,7 +24,8 @@ from .forward import (
     prepare,
     restore,
 )
-from .liger import check_loss_is_not_ligers
+from .head import STAND_IN, STAND_INS
+from .liger import check_loss_is_not_ligers, inside_peft
 from .logits import ADVICE
 from .trainer import announce_to_models
 
@@ -81,14 +82,20 @@ def patch(
     check_threshold("patch", gradient_threshold)
     check_ranges("patch", ["label_smoothing"], [label_smoothing])
     check_loss_is_not_ligers(model_or_class)
+    announce_to_models()
     if isinstance(model_or_class, type):
         patch_class(model_or_class)
         patched: nn.Module | type[PreTrainedModel] = model_or_class
     else:
         patched = base_model_of(model_or_class)
         check_labels(type(patched))
-        prepare(patched)
-        activate(patched)
+        try:
+            prepare(patched)
+            activate(patched)
+        except NotImplementedError:
+            if EVAL_LOGITS not in vars(patched):
+                restore(patched)
+            raise
     chosen = {
         "eval_logits": eval_logits,
         "metrics": names,
@@ -97,7 +104,6 @@ def patch(
     }
     for name, attribute in OPTIONS.items():
         setattr(patched, attribute, chosen[name])
-    announce_to_models()
     return model_or_class
 
 
@@ -109,11 +115,16 @@ def unpatch(model_or_class: Model) -> Model:
             raise ValueError(f"{model_or_class.__name__} is not patched")
         del model_or_class.forward
         forget_options(model_or_class)
-        if model_or_class.forward is not original:  # the class inherited it otherwise
+        if original_of(model_or_class) is not original:  # the class inherited it otherwise
             model_or_class.forward = original
+        for model in [stand_in.module for stand_in in STAND_INS]:
+            if isinstance(model, model_or_class) and not getattr(model, ACTIVE, False):
+                restore(model)
         return model_or_class
     model = base_model_of(model_or_class)
-    if not getattr(model, ACTIVE, False):
+    # a stand-in alone: the model was read from a file that was written while its class was patched
+    read = STAND_IN in vars(model) and not hasattr(type(model).forward, "flce_original")
+    if not getattr(model, ACTIVE, False) and not read:
         raise ValueError(f"this {type(model).__name__} is not patched (its class may be)")
     restore(model)
     forget_options(model)
@@ -121,7 +132,7 @@ def unpatch(model_or_class: Model) -> Model:
 
 
 def forget_options(patched: nn.Module | type) -> None:
-    for attribute in OPTIONS.values():
+    for attribute in vars(patched).keys() & OPTIONS.values():
         delattr(patched, attribute)
 
 
@@ -155,7 +166,7 @@ def patch_class(cls: type[nn.Module]) -> None:
     if not issubclass(cls, PreTrainedModel):
         raise TypeError(f"expected a class of Transformers models, got {cls!r}")
     check_labels(cls)
-    if not hasattr(cls.forward, "flce_original"):
+    if not hasattr(cls.__dict__.get("forward"), "flce_original"):
         cls.forward = forward_without_logits(cls, of_instance=False)
 
 
@@ -165,8 +176,7 @@ def check_labels(cls: type[nn.Module]) -> None:
 
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = cast(Callable, model.get_base_model)()
+    model = inside_peft(model)
     if not isinstance(model, PreTrainedModel):
         wrapped = [name for name in ("_orig_mod", "module") if isinstance(getattr(model, name, None), nn.Module)]
         hint = f"; patch its .{wrapped[0]}, before or after it is wrapped" if wrapped else ""

@@ -13,29 +13,22 @@ passes the labels to the patched model, whose forward computes that loss instead
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers
+from ..full_logits import SERVED_OF_TRL, is_of_trl, warn_once, watch_trainers, watching
 from .forward import EVAL_LOGITS, SMOOTHED_BY_TRAINER, TAKEN_BY_TRAINER, SmoothedLoss, gives_logits, is_patched
-from .liger import check_loss_is_not_ligers
+from .liger import check_loss_is_not_ligers, inside_peft
 
 
 def announce_to_models() -> None:
     try:
-        from transformers.trainer import Trainer
+        import transformers.trainer  # noqa: F401
     except ImportError:  # Trainer needs accelerate, which is not installed if Trainer is not used
         return
-    for name, announcing in (("prediction_step", announcing_predictions), ("compute_loss", announcing_labels)):
-        original = getattr(Trainer, name)
-        if not hasattr(original, "flce_original"):
-            step = functools.wraps(original)(announcing(original))
-            step.flce_original = original  # type: ignore[attr-defined]
-            setattr(Trainer, name, step)
-    watch_trainers(advice_for)
+    watch_trainers(advice_for, train=watching, prediction_step=announcing_predictions, compute_loss=announcing_labels)
 
 
 def advice_for(trainer: Any) -> str | None:
@@ -48,7 +41,7 @@ def advice_for(trainer: Any) -> str | None:
         )
     from ..trl.patching import REPLACEMENTS
 
-    if not REPLACEMENTS.originals:
+    if not REPLACEMENTS.in_place:
         warn_once(f"{type(trainer).__name__} never asks a patched model for its loss. {SERVED_OF_TRL}")
     return SERVED_OF_TRL
 
@@ -66,17 +59,18 @@ def announcing_labels(original: Callable) -> Callable:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_pt_utils import LabelSmoother
 
-    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs=False, num_items_in_batch=None, **kwargs):
+        whole = self.accelerator.unwrap_model(model)
+        base = inside_peft(whole)
+        if not hasattr(base, EVAL_LOGITS):  # neither the model nor its class is patched
+            return original(self, model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        check_loss_is_not_ligers(base)
         smoother, labels = self.label_smoother, inputs.get("labels")
-        base = named = self.accelerator.unwrap_model(model)
-        if hasattr(base, "get_base_model"):
-            base, named = base.get_base_model(), base.base_model.model
-        if hasattr(base, EVAL_LOGITS):  # it was patched
-            check_loss_is_not_ligers(base)
         served = type(smoother) is LabelSmoother and self.compute_loss_func is None and isinstance(labels, Tensor)
         if not served or not is_patched(base) or gives_logits(base):
-            return original(self, model, inputs, return_outputs, num_items_in_batch)
-        shifts = named._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # the same rule as Trainer's
+            return original(self, model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        named = base if base is whole else whole.base_model.model  # the same rule as Trainer's
+        shifts = named._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         smoothed = SmoothedLoss(labels, smoother.epsilon, smoother.ignore_index, shifts, num_items_in_batch)
 
         def smoothed_loss(outputs: Any, *args: Any, **options: Any) -> Tensor:
@@ -87,7 +81,7 @@ def announcing_labels(original: Callable) -> Callable:
         self.label_smoother = smoothed_loss
         try:
             with announced(SMOOTHED_BY_TRAINER, smoothed, base):
-                return original(self, model, inputs, return_outputs, num_items_in_batch)
+                return original(self, model, inputs, return_outputs, num_items_in_batch, **kwargs)
         finally:
             self.label_smoother = smoother
 
@@ -102,4 +96,5 @@ def announced(attribute: str, value: Any, *patched: nn.Module) -> Iterator[None]
         yield
     finally:
         for module in patched:
-            setattr(module, attribute, None)
+            if hasattr(module, attribute):  # a compiled model passes the attribute on to the model inside
+                delattr(module, attribute)

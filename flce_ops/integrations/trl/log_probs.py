@@ -12,6 +12,7 @@ One pass computes all of them.
 """
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .zero3 import gathered_in_backward
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the order in which TRL takes them
 METRICS = dict(zip(("entropy", "log_sum_sq_probs", "mean_logit", "is_top1"), OUTPUTS))  # their names here
 NO_CLASS = -100  # no target equals it: TRL passes a class for every token, also for those that it ignores later
+STEP = threading.local()  # its `head`: the stand-in of the step that this thread runs, or None
 
 
 class ChunkedLogProbs:
@@ -59,8 +61,9 @@ class ChunkedLogProbs:
             **sparse_options(cls.gradient_threshold, hidden.device),
         }
         metrics = [name for name in METRICS if METRICS[name] in outputs]
+        kind = (getattr(STEP, "head", None) if torch.is_grad_enabled() else None) or cls
         with gathered_in_backward(weight, bias):
-            log_probs, found = cls.outputs_of(hidden, weight, bias, targets, metrics, options)
+            log_probs, found = kind.outputs_of(hidden, weight, bias, targets, metrics, options)
         return log_probs, *(found.get(name) for name in METRICS)
 
     @staticmethod
@@ -89,10 +92,10 @@ class ChunkedLogProbs:
 
 
 @functools.cache  # Dynamo compiles anew for every class
-def with_threshold(kind: type[ChunkedLogProbs], gradient_threshold: float) -> type[ChunkedLogProbs]:
+def with_threshold(gradient_threshold: float) -> type[ChunkedLogProbs]:
     if not gradient_threshold:
-        return kind
-    return type(f"Sparse{kind.__name__}", (kind,), {"gradient_threshold": gradient_threshold})
+        return ChunkedLogProbs
+    return type("SparseChunkedLogProbs", (ChunkedLogProbs,), {"gradient_threshold": gradient_threshold})
 
 
 def in_dtype_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...functional.public import typed
-from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers
+from ..full_logits import SERVED_OF_TRL, is_of_trl, watch_trainers, watching
 from ..places import Place, Replacements
 from ..sparse_options import check_threshold
 from .divergence import chunked_divergence_loss
-from .log_probs import ChunkedLogProbs, with_threshold
+from .log_probs import STEP, ChunkedLogProbs, with_threshold
 from .sft import SummedLogProbs, valid_tokens_alone
 
 LOG_PROBS = Place(
@@ -48,15 +48,13 @@ DIVERGENCE = Place(
 
 def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
     """SFTTrainer's own method. While it runs for "nll", which uses only sums over tokens, the head computes these sums
-    in one pass (sft.py).
+    in one pass (sft.py), in this thread alone. A subclass may have kept this function beyond unpatch.
     """
-    kept = LOG_PROBS.get()
-    if self.args.loss_type == "nll":
-        LOG_PROBS.set(with_threshold(SummedLogProbs, kept.gradient_threshold))
+    kept, STEP.head = getattr(STEP, "head", None), SummedLogProbs if self.args.loss_type == "nll" else None
     try:
         return REPLACEMENTS.originals[SFT_LOSS](self, *args, **kwargs)
     finally:
-        LOG_PROBS.set(kept)
+        STEP.head = kept
 
 
 REPLACEMENTS = Replacements(
@@ -89,13 +87,13 @@ def patch(*, gradient_threshold: float = 0.0) -> None:
         ImportError: TRL is not installed.
     """
     check_threshold("patch", gradient_threshold)
+    watch_trainers(advice_for, train=watching)
     REPLACEMENTS.put()
-    LOG_PROBS.set(with_threshold(ChunkedLogProbs, gradient_threshold))
-    watch_trainers(advice_for)
+    LOG_PROBS.set(with_threshold(gradient_threshold))
 
 
 def advice_for(trainer: Any) -> str | None:
-    return SERVED_OF_TRL if REPLACEMENTS.originals and is_of_trl(trainer) else None
+    return SERVED_OF_TRL if REPLACEMENTS.in_place and is_of_trl(trainer) else None
 
 
 def unpatch() -> None:
@@ -107,12 +105,12 @@ def unpatch() -> None:
 @typed
 def patched(*, gradient_threshold: float = 0.0) -> Iterator[None]:
     """`patch` during a with block. If TRL was patched before, it stays patched, with the option it had."""
-    before = LOG_PROBS.get() if REPLACEMENTS.originals else None
+    before = LOG_PROBS.get() if REPLACEMENTS.in_place else None
     patch(gradient_threshold=gradient_threshold)
     try:
         yield
     finally:
         if before is None:
             unpatch()
-        else:
+        elif REPLACEMENTS.in_place:  # a block that began earlier may have ended earlier
             LOG_PROBS.set(before)

@@ -5,7 +5,8 @@ compute_loss uses only these sums over tokens of the results of TRL's head:
 
 While that method runs, the head returns the mean over the tokens as each token's log-probability. The sum over tokens
 and its gradient are the same as with the tokens' own log-probabilities. If the gradients of two tokens differ, the loss
-is not SFT's nll, and an error says so.
+is not SFT's nll, and an error says so. Without gradients (evaluation) nothing could notice another use, so the head
+returns the tokens' own log-probabilities there.
 """
 
 from typing import Any
