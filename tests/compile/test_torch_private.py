@@ -503,12 +503,15 @@ def unexplained_attributes():
     python = [list, dict, str, type, slice, property, sys, *map(importlib.import_module, IMPORTED_BY_INTEGRATIONS)]
     explained = {name for value in (*objects, *python) for name in all_names(value)}
     of_layers = {*dir(layer), *dir(torch.Tensor), *dir(dict)}
-    own, trees = set(), [ast.parse(path.read_text()) for path in (ROOT / "flce_ops").rglob("*.py")]
+    own, of_constants, trees = set(), set(), [ast.parse(path.read_text()) for path in (ROOT / "flce_ops").rglob("*.py")]
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            own.add(node.attr)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if (owner := ast.unparse(node.value)) == "self":
+                own.add(node.attr)
+            elif owner.isupper():  # a constant of a file
+                of_constants.add(node.attr)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             own.add(node.target.id)
     found = set()
@@ -517,10 +520,10 @@ def unexplained_attributes():
         methods = {id(method) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for method in node.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
-                found |= {node.attr} - own - explained
+                found |= {node.attr} - own - of_constants - explained
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
                 if isinstance(name := node.args[1], ast.Constant):
-                    found |= {name.value} - of_layers
+                    found |= {name.value} - of_constants - of_layers
             elif isinstance(node, ast.FunctionDef) and id(node) not in methods and node.args.args:
                 # a function that replaces a method of another library's class, or is called with its trainer
                 if (first := node.args.args[0].arg) in ("self", "trainer"):
