@@ -8,8 +8,8 @@ refusals.py               what is not implemented, with the error texts; hints f
 torch_private.py          every private name of torch that is used
 compile_cache.py          torch.compile's caches, keyed by this package's code
 
-This file has the oldest torch and Triton that the package runs with. An older version raises an error, which names it,
-when the package is imported. Also the GPU's vendor, and whether Triton is installed. torch calls AMD's GPUs "cuda",
+This file has the oldest torch and Triton that the package runs with. An older version raises an error, which names it:
+of torch when flce_ops is imported, of Triton when flce_ops.triton is. Also the GPU's vendor, and whether Triton is installed. torch calls AMD's GPUs "cuda",
 too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
 """
 
