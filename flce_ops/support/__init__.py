@@ -5,12 +5,12 @@ path.py                   a table of paths; which path ran and why
 sizes.py                  arithmetic of sizes; sizes and numbers that a compiled graph learns when it runs
 target_range.py           a class index outside the vocabulary is an error
 refusals.py               what is not implemented, with the error texts; hints for a likely mistake
-torch_private.py          every private name of torch that is used
+torch_private.py          private names of torch
 compile_cache.py          torch.compile's caches, keyed by this package's code
 
 This file has the oldest torch and Triton that the package runs with. An older version raises an error, which names it:
-of torch when flce_ops is imported, of Triton when flce_ops.triton is. Also the GPU's vendor, and whether Triton is installed. torch calls AMD's GPUs "cuda",
-too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
+of torch when flce_ops is imported, of Triton when flce_ops.triton is. Also the GPU's vendor, and whether Triton is
+installed. torch calls AMD's GPUs "cuda", too, and their capabilities look like NVIDIA's ((9, 4) is an MI300).
 """
 
 import functools
