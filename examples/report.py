@@ -24,9 +24,11 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def plot(folder: Path) -> Path:
-    import matplotlib  # imported here, because training itself does not need it
-
+def plot(folder: Path) -> Path | None:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return None
     matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
 

@@ -150,7 +150,8 @@ class Demo:
         losses = [{"step": step, **dict(zip(self.runs, pair, strict=True))} for step, pair in enumerate(by_step, 1)]
         report.write_csv(out / report.HEADS_CSV, per_head)
         report.write_csv(out / report.LOSS_CSV, losses)
-        self.say(f"wrote {report.plot(out)}, {report.LOSS_CSV} and {report.HEADS_CSV} beside it\n")
+        plot = report.plot(out) or f"{out} (no plot without matplotlib)"
+        self.say(f"wrote {plot}, {report.LOSS_CSV} and {report.HEADS_CSV} beside it\n")
 
     def problems(self) -> list[str]:
         found = []
