@@ -247,7 +247,8 @@ def check_class_probabilities(call: CrossEntropy) -> None:
     if not same_shape(target.shape, (*tokens, num_classes)):
         raise TypeError(
             f"{OP}: expected target of class indices in int64 or int32, of shape {tuple(tokens)}, or of class "
-            f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}"
+            f"probabilities, of shape {(*tokens, num_classes)}; got {target.dtype} of shape {tuple(target.shape)}; for "
+            "class indices pass target.long()"
         )
     checks.check_constants(OP, target=target)
     if call.ignore_index != -100:

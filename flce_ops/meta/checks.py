@@ -186,7 +186,9 @@ def check_linear(
 def check_target_dtype(op: str, target: Tensor) -> None:
     if target.dtype not in TARGET_DTYPES:
         hint = " (linear_cross_entropy alone takes class probabilities)" if target.is_floating_point() else ""
-        raise TypeError(f"{op}: expected target of class indices in int64 or int32, got {target.dtype}{hint}")
+        raise TypeError(
+            f"{op}: expected target of class indices in int64 or int32, got {target.dtype}{hint}; pass target.long()"
+        )
 
 
 def check_per_class(op: str, name: str, tensor: Tensor, num_classes: int, of_weight: str = "linear_weight") -> None:

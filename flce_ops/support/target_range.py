@@ -29,7 +29,7 @@ def assert_in_range(all_in_range: Tensor, target: Tensor, num_classes: int, igno
         position = int(torch.nonzero(~in_range(target, num_classes, ignore_index))[0, 0])
         raise IndexError(
             f"flce_ops: expected target in [0, {num_classes}) or ignore_index {ignore_index}, "
-            f"got {int(target[position])} at flat position {position}"
+            f"got {int(target[position])} at flat position {position}; set targets that do not count to {ignore_index}"
         )
 
 
