@@ -9,11 +9,9 @@ DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 
 
 @pytest.mark.exhaustive  # compiles C++
-def test_code_of_the_deployment_guide_runs(tmp_path, monkeypatch, capsys):
+def test_code_of_the_deployment_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", DEPLOYMENT.read_text(), re.DOTALL):
         exec(compile(block, str(DEPLOYMENT), "exec"), names)
     assert {path.name for path in tmp_path.iterdir()} == {"loss.pt2", "packaged_loss.pt2"}
-    key = capsys.readouterr().out.splitlines()[-1]
-    assert key.startswith(names["flce_ops"].__version__) and key.endswith("bytes retained")
