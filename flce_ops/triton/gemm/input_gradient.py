@@ -286,10 +286,8 @@ def launch_input_gradient(
     choice: tuple[Tiles, ...] = (),
 ) -> None:
     (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
-    numbers, choice = (
-        min(product.shape[0], 2**31 - 1),
-        choice or input_tiles_for(linear_weight, blocks.number is not None),
-    )
+    numbers = min(product.shape[0], 2**31 - 1)
+    choice = choice or input_tiles_for(linear_weight, blocks.number is not None)
     if by_ranges:  # a token's bits may depend on the tiles
         choice = choice[:1]
     if launches.only_compile and len(choice) > 1:  # the number of tokens decides which of these kernels runs

@@ -35,6 +35,7 @@ from .tiles import (
     Matrix,
     Tiles,
     block_of_tile,
+    columns_of_tile,
     fits_tma,
     in_dtype_of,
     kernel_matrices,
@@ -107,10 +108,7 @@ def logits_gemm_kernel(
                 acc = tl.dot(a, b.T, acc)
         for part in tl.static_range(PARTS):
             # The store of one part runs beside the epilogue of the next, and its staging buffer is half as large.
-            products_of_part = acc
-            if PARTS == 2:
-                left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, EPILOGUE_N)), (0, 2, 1)))
-                products_of_part = left if part == 0 else right
+            products_of_part = columns_of_tile(acc, part, EPILOGUE_N)
             part_start = col_start + part * EPILOGUE_N
             part_cols = part_start + tl.arange(0, EPILOGUE_N)
             part_mask = part_cols < V

@@ -265,6 +265,16 @@ def store_tile(matrix, values, rows, cols, row_mask, col_mask):
 
 
 @triton.jit
+def columns_of_tile(tile, part: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [part WIDTH, (part + 1) WIDTH) of a tile of WIDTH or 2 WIDTH columns."""
+    if tile.shape[1] == WIDTH:
+        return tile
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, WIDTH)), (0, 2, 1)))
+        return left if part == 0 else right
+
+
+@triton.jit
 def block_of_tile(tile, blocks, across, GROUP: tl.constexpr):
     """The place of tile number `tile` in a grid of `blocks` x `across` tiles: its index along both. The order of the
     tiles is such that GROUP of the `blocks` sweep the other dimension together.

@@ -42,6 +42,7 @@ So a program needs only a few reads to look for marks. A kernel that looked at e
 epilogue took 270 us per chunk, half as long as the chunk's products (H200, 16384x2048x128256, chunks of 384 tokens).
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ from .tiles import (
     ClassBlocks,
     Tiles,
     block_of_tile,
+    columns_of_tile,
     kernel_matrices,
     load_tile,
     main_grad_tiles_for,
@@ -233,7 +235,7 @@ def weight_gradient_kernel(
     PROGRAMS: tl.constexpr,
 ):
     MEMORY_ADDS: tl.constexpr = USE_TMA and not (FIRST or LAST)
-    HALF_N: tl.constexpr = min(BLOCK_N, WIDEST_STORE)
+    PART_N: tl.constexpr = min(BLOCK_N, WIDEST_STORE)
     SCALE_ROOM: tl.constexpr = ROOM if USE_TMA else NO_ROOM
     SUM_TYPE: tl.constexpr = sum_ptr.dtype.element_ty
     RESULT_TYPE: tl.constexpr = result_ptr.dtype.element_ty
@@ -287,26 +289,23 @@ def weight_gradient_kernel(
             exponent = exponent_of(largest_of_rows(acc), SCALE_ROOM)
             tl.store(exponent_places, exponent.to(tl.uint8), mask=class_mask)
             acc *= power_of_two(254 - exponent)[:, None]
-        # stored in halves: a half staging buffer leaves shared memory for one more stage of the main loop
-        for half in tl.static_range(BLOCK_N // HALF_N):
-            part = acc
-            if BLOCK_N > HALF_N:
-                left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
-                part = left if half == 0 else right
-            half_start = feature_start + half * HALF_N
-            half_features = half_start + tl.arange(0, HALF_N)
-            places = classes.to(tl.int64)[:, None] * stride_out_v + half_features[None, :]
-            mask = class_mask[:, None] & (half_features < D)[None, :]
+        # stored in parts: a smaller staging buffer leaves shared memory for one more stage of the main loop
+        for piece in tl.static_range(BLOCK_N // PART_N):
+            part = columns_of_tile(acc, piece, PART_N)
+            part_start = feature_start + piece * PART_N
+            part_features = part_start + tl.arange(0, PART_N)
+            places = classes.to(tl.int64)[:, None] * stride_out_v + part_features[None, :]
+            mask = class_mask[:, None] & (part_features < D)[None, :]
             if ADDS:
                 part += tl.load(result_ptr + places, mask=mask, other=0.0).to(tl.float32)
             elif LAST and not FIRST and USE_TMA:
-                part += scale * stored_ptr.load([class_start, half_start]).to(tl.float32)
+                part += scale * stored_ptr.load([class_start, part_start]).to(tl.float32)
             part = part.to(RESULT_TYPE if LAST else SUM_TYPE)
             if MEMORY_ADDS:
                 # each number gets one addend a chunk, so the order of tiles does not matter
-                map_ptr.atomic_add([class_start, half_start], part)
+                map_ptr.atomic_add([class_start, part_start], part)
             elif USE_TMA and not ADDS:
-                map_ptr.store([class_start, half_start], part)
+                map_ptr.store([class_start, part_start], part)
             else:
                 tl.store((result_ptr if LAST else sum_ptr) + places, part, mask=mask)
 
@@ -325,12 +324,13 @@ class WeightGradient:
         out, self.room = self.out, LARGEST_SUM // self.chunks
         self.sum, self.first_rows = Sum(out.view(torch.float16) if out.itemsize == 2 else out), 0
         if self.chunks > 1:
-            num_classes, feature_blocks = out.shape[0], cdiv(out.shape[1], self.tiles.block_n)
+            num_classes, feature_blocks = out.shape[0], cdiv(out.shape[1], weight_tiles_for(out).block_n)
             exponents = out.new_empty(feature_blocks, num_classes, dtype=torch.uint8)
             self.sum = Sum(self.sum.numbers, exponents, out.new_empty((), dtype=torch.int32))
 
-    @property
+    @functools.cached_property
     def tiles(self) -> Tiles:
+        """First read in `add`, because a sparse step sets `blocks` after this object is made."""
         some_classes = self.blocks.number is not None
         return main_grad_tiles_for(self.out) if self.adds else weight_tiles_for(self.out, some_classes=some_classes)
 
@@ -357,8 +357,8 @@ class WeightGradient:
         maps: list[Tensor | None] = [None, None]
         if tiles.tma and not self.adds:
             maps = [out if last else total.numbers, total.numbers if last and not first else None]
-        half = [tiles.block_m, min(tiles.block_n, WIDEST_STORE.value)]
-        blocks = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n], half, half
+        part = [tiles.block_m, min(tiles.block_n, WIDEST_STORE.value)]
+        blocks = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n], part, part
         if first and last:
             total = Sum(total.numbers)
         grid_tiles = cdiv(num_classes, tiles.block_m) * cdiv(hidden, tiles.block_n)
