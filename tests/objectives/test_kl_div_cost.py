@@ -60,7 +60,7 @@ def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, redu
 
     with flce_ops.workspace(WORKSPACE):
         peak = (peak_on_cpu if device == "cpu" else peak_on_cuda)(step)
-    assert flce_ops.last_path().chunks > 2  # half matrices on a GPU, float32 ones elsewhere
+    assert flce_ops.last_path().chunks > 1
     results = sum(leaf.numel() * leaf.element_size() for leaf in leaves(pair).values())
     assert peak - results <= WORKSPACE + SMALL_CHANGE, f"{(peak - results) / MiB:.1f} MiB"
     assert peak - results > WORKSPACE / 4, "chunks far smaller than the workspace allows"
