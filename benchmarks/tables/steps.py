@@ -61,22 +61,21 @@ def errors(rows: Rows) -> str:
 # Loads whose neighbours in the table tell the same; they are in it if another library is faster.
 LIKE_OTHERS = (
     *("1024x2048x128256", "2048x2048x128256", "2048x4096x151936", "256x4096x151936"),
-    *("20000x1024x32001", "20000x1024x32064", "4096x4096x151680"),
+    *("20000x1024x32001", "20000x1024x32064", "4096x4096x151680", "12288x1536x50304", "16384x768x50257"),
 )
 
 
-def by_card() -> str:
-    """This package's ms, its ms replayed from a CUDA graph, and the fastest other's, in bold if that is faster. Not of
-    loads without another library, and of LIKE_OTHERS.
+def of_users() -> str:
+    """The ms of bare GEMMs, of this package, of its steps replayed from a CUDA graph, and of the fastest other, in bold
+    if that is faster. Not of loads without another library, and of LIKE_OTHERS.
     """
-    h200, h100 = (loads.Times(rows_of("loads", folder)) for folder in ("nvidia-h200", "nvidia-h100"))
+    times = loads.Times(rows_of("loads"))
     body = []
-    for load in h200.loads:
-        name, other, on_h100 = loads.name_of(load), h200.fastest_other(load), h100.fastest_other(load)
-        if other and (name not in LIKE_OTHERS or "**" in other + on_h100):
-            cells = [h200.ms(load, "ours"), h200.ms(load, "ours_captured"), other]
-            body.append((name, *cells, h100.ms(load, "ours"), on_h100))
-    return markdown(["ms", "H200", "in a CUDA graph", "best other", "H100", "best other"], body)
+    for load in times.loads:
+        name, other = loads.name_of(load), times.fastest_other(load)
+        if other and (name not in LIKE_OTHERS or "**" in other):
+            body.append((name, *(times.ms(load, column) for column in ("floor", "ours", "ours_captured")), other))
+    return markdown(["ms", "GEMMs", "flce_ops", "in a CUDA graph", "best other"], body)
 
 
 def hosts(rows: Rows) -> str:
@@ -96,6 +95,6 @@ def hosts(rows: Rows) -> str:
 TABLES = {
     "fwd_bwd: times": lambda: times(rows_of("fwd_bwd")),
     "fwd_bwd: errors": lambda: errors(rows_of("fwd_bwd")),
-    "loads: by card": by_card,
+    "loads.csv": of_users,
     "host_step.csv": lambda: hosts([row for row in rows_of("host_step") if row["commit"] != "89e60ffc"]),
 }
