@@ -35,8 +35,8 @@ TOKEN_BYTES = 48
 PRODUCT_BYTES = 8 << 20  # float32 products with linear_weight get at least so many bytes
 CHUNKS_MORE = 2  # tokens are divided into the fewest chunks, or up to this many more
 SPLITS_OF_FEW = 8  # splits of V for which there is room if only one tile of rows holds tokens
-# Costs in steps of a GEMM's main loop, of 0.9 us on an H200. Adding to a tile of grad_linear_weight: 1 for its own time,
-# the rest for what each chunk reads once. A chunk: its launches, which a GPU with little else to do waits for.
+# Costs in steps of a GEMM's main loop, of 0.9 us on an H200. Adding to a tile of grad_linear_weight: 1 for its own
+# time, the rest for what each chunk reads once. A chunk: its launches, which a GPU with little else to do waits for.
 ADDITION_STEPS = 8
 CHUNK_STEPS = 80
 
