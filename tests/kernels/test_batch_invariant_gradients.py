@@ -71,14 +71,14 @@ def test_rows_of_the_kernels_depend_on_the_token_alone(kernel, ranges_of_128_cla
     whole = {invariant: kernel(pool, N, invariant) for invariant in (True, False)}
     torch.testing.assert_close(whole[True], whole[False], rtol=0.0, atol=1e-3 * float(whole[False].abs().max()))
     different = {}
-    for invariant, ways in ((True, WAYS), (False, WAYS[:1])):
+    for invariant, ways in ((True, WAYS), (False, WAYS[2:])):
         different[invariant] = 0
         for nbytes, count, keep in ways:
             with flce_ops.workspace(nbytes):
                 rows = kernel(pool, count, invariant, keep)[: keep or count]
             different[invariant] += int((bits(rows) != bits(whole[invariant][: len(rows)])).sum())
     assert different[True] == 0
-    assert different[False] > 0 or kernel is of_divergence
+    assert different[False] > 0
 
 
 def test_a_range_is_a_multiple_of_every_tile():
