@@ -9,7 +9,6 @@ from .markdown import Rows, error, markdown, rows_of, shape_of, span
 NAMES = {
     "ours": "**flce_ops**",
     "ours_2GiB": "flce_ops, workspace 2 GiB",
-    "ours_128MiB": "flce_ops, workspace 128 MiB",
     "torch_compile": "torch.compile of the plain pair",
     "torch_eager": "the plain pair, eager",
     "torch_chunked": "torch {}, chunked",
