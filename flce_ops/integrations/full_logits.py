@@ -6,6 +6,7 @@ TRL register an adviser, which says for which trainers to warn, and what to do.
 """
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -39,18 +40,31 @@ def is_of_trl(trainer: Any) -> bool:
 
 
 def watch_trainers(adviser: Adviser, **wrappers: Callable[[Callable], Callable]) -> None:
-    """Wraps the methods of Trainer with these names, once a process: `train` by `watching`, and others. AttributeError
-    before any is wrapped if Trainer lacks one.
+    """Wraps the methods of Trainer with these names, once a process: `train` by `watching`, and others. Before any is
+    wrapped, AttributeError if Trainer lacks one, and NotImplementedError if one takes other arguments.
     """
     from transformers.trainer import Trainer
 
     found = {name: getattr(Trainer, name) for name in wrappers}
     made = {name: wrappers[name](method) for name, method in found.items() if not hasattr(method, "flce_original")}
     for name, method in made.items():
+        check_arguments(f"Trainer.{name}", found[name], method)
+    for name, method in made.items():
         functools.update_wrapper(method, found[name]).flce_original = found[name]  # type: ignore[attr-defined]
         setattr(Trainer, name, method)
     if adviser not in _advisers:
         _advisers.append(adviser)
+
+
+def check_arguments(name: str, original: Callable, wrapper: Callable) -> None:
+    """That `original` takes the named arguments of `wrapper`, in its order, or any."""
+    expected, taken = (list(inspect.signature(method).parameters.values()) for method in (wrapper, original))
+    named = [one.name for one in expected if one.kind is one.POSITIONAL_OR_KEYWORD]
+    if [one.name for one in taken][: len(named)] != named and not any(one.kind is one.VAR_POSITIONAL for one in taken):
+        raise NotImplementedError(
+            f"expected {name} to take {', '.join(named)}, got {inspect.signature(original)}; flce_ops knows it in "
+            "Transformers 5.23"
+        )
 
 
 def watching(original: Callable) -> Callable:

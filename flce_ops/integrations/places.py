@@ -54,17 +54,21 @@ class Replacements:
         self.originals: dict[Place, Any] = {}  # the functions that were replaced, also after take_away
         self.in_place = False
 
-    def put(self) -> None:
-        """Replaces all names. If one is not as known, replaces nothing and raises NotImplementedError with its name."""
-        if self.in_place:
-            return
-        for place in self.functions:
+    def check(self) -> None:
+        """NotImplementedError with the name of a place that is not as known."""
+        for place in () if self.in_place else self.functions:
             wrong = place.what_is_wrong()
             if wrong is not None:
                 raise NotImplementedError(
                     f"{self.library} {importlib.metadata.version(self.library)}: {wrong}. flce_ops knows it in "
                     f"{self.library} {self.tested}; train without patch, or with that version"
                 )
+
+    def put(self) -> None:
+        """Replaces all names, or none if one is not as known."""
+        if self.in_place:
+            return
+        self.check()
         for place, function in self.functions.items():
             self.originals[place] = place.get()
             place.set(function)

@@ -8,7 +8,7 @@
 The third step runs Python code of this package, but the key does not depend on that code. With a warm cache, an
 upgraded package would run the graph that the former version traced. torch has a table for this case, with functions
 that may be cached and a string for each that stands for its code. The fake kernels add this package to the table before
-the key is computed. Graphs that contain none of these operators keep their keys.
+the key is computed. The table is part of the key of every graph that the process compiles later.
 """
 
 import functools

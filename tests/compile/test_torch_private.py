@@ -4,6 +4,7 @@ the names of docs/what_we_rely_on.md, compared with the sources.
 
 import ast
 import importlib
+import inspect
 import re
 import sys
 import uuid
@@ -419,9 +420,14 @@ SPELLED_AS_PUBLIC = {
         *("unsafe_marked_cacheable_functions", "lowerings", "register_lowering", "fallback_handler", "data.data"),
         *("ir.DonatedBuffer", "V.graph.current_node", "get_current_meta", "debug_unwrap", "untyped_storage", "apply"),
         *("hooks_dict_ref", "unpack_dual", "torch::autograd::Error", "recompute"),
+        *("torch._dynamo.convert_frame", "torch._inductor.compile_fx"),
     ),
+    "parallel.py": ("_apply", "src_data_rank"),
+    "distributed/layout.py": ("group_name",),
+    "meta/checks.py": ("SparseSemiStructuredTensor",),
+    "ops/__init__.py": ("FuncTorchDynamicLayerFrontMode",),
     "support/sizes.py": ("fake_mode",),
-    "ops/made_in_forward.py": ("BackwardCFunction",),
+    "ops/made_in_forward.py": ("BackwardCFunction", "variable"),
 }
 
 
@@ -442,9 +448,9 @@ def test_at_most_25_private_names_of_torch_are_read():
     assert len(names := names_of_torch(source) | of_compiler) <= 25, sorted(names)
 
 
-def test_at_most_40_names_that_torch_does_not_document_are_read():
+def test_at_most_45_names_that_torch_does_not_document_are_read():
     """Those above, and those that are spelled as public ones."""
-    assert len(names := private_names_of_torch()) <= 40, sorted(names)
+    assert len(names := private_names_of_torch()) <= 45, sorted(names)
 
 
 def test_no_other_file_reads_private_names():
@@ -483,6 +489,7 @@ def names_of_libraries():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Place":
                 found.add(".".join(ast.literal_eval(part) for part in node.args[:2]))
+                found |= {word.value.value for word in node.keywords if word.arg == "caller"}
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in imported:
                 if isinstance(node.ctx, ast.Store):
                     found.add(f"{ast.unparse(node.value)}.{node.attr}")
@@ -509,7 +516,17 @@ def unexplained_attributes():
     layer, compiled = torch.nn.Linear(1, 1), (lambda: None).__code__
     objects = (torch, torch.nn, torch.distributed, torch.Tensor, torch.distributed.tensor.DTensor, layer, compiled)
     objects += (torch.autograd.function.FunctionCtx(),)
-    python = [list, dict, str, type, slice, property, sys, *map(importlib.import_module, IMPORTED_BY_INTEGRATIONS)]
+    python = [
+        list,
+        dict,
+        str,
+        type,
+        slice,
+        property,
+        sys,
+        inspect.Parameter,
+        *map(importlib.import_module, IMPORTED_BY_INTEGRATIONS),
+    ]
     explained = {name for value in (*objects, *python) for name in all_names(value)}
     of_layers = {*dir(layer), *dir(torch.Tensor), *dir(dict)}
     own, of_constants, trees = set(), set(), [ast.parse(path.read_text()) for path in (ROOT / "flce_ops").rglob("*.py")]
@@ -542,7 +559,9 @@ def unexplained_attributes():
     return {name for name in found if not name.startswith(("flce_", "__"))}
 
 
-IMPORTED_BY_INTEGRATIONS = ("contextlib", "functools", "importlib.metadata", "inspect", "logging", "operator")
+IMPORTED_BY_INTEGRATIONS = (
+    *("contextlib", "functools", "importlib.metadata", "importlib.util", "inspect", "logging", "operator"),
+)
 
 
 def experimental_names_of_torch():

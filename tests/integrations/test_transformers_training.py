@@ -1,6 +1,7 @@
 """Training of patched models has the curve of the unpatched one: in a plain loop, under Trainer, sharded by FSDP2."""
 
 import copy
+import sys
 
 import pytest
 
@@ -172,17 +173,38 @@ def test_a_model_that_is_not_patched_trains_as_before_another_was_patched(tmp_pa
     assert ours == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("missing", ["prediction_step", "compute_loss", "train"])
-def test_a_trainer_that_lacks_a_method_is_refused_before_anything_changes(missing, monkeypatch):
+@pytest.mark.parametrize("other", ["gone", "its arguments"])
+@pytest.mark.parametrize("method", ["prediction_step", "compute_loss", "train"])
+def test_a_trainer_whose_methods_are_not_the_known_ones_is_refused_before_anything_changes(method, other, monkeypatch):
     model = make_model()
     for name in ("prediction_step", "compute_loss", "train"):
-        method = getattr(Trainer, name)
-        monkeypatch.setattr(Trainer, name, getattr(method, "flce_original", method))
-    monkeypatch.delattr(Trainer, missing)
+        known = getattr(Trainer, name)
+        monkeypatch.setattr(Trainer, name, getattr(known, "flce_original", known))
+    if other == "gone":
+        monkeypatch.delattr(Trainer, method)
+    else:
+        monkeypatch.setattr(Trainer, method, lambda trainer, batch: None)
     before = dict(vars(Trainer)), set(vars(model)), set(vars(model.lm_head))
-    with pytest.raises(AttributeError, match=missing):
+    with pytest.raises((AttributeError, NotImplementedError), match=method):
         patch(model)
     assert (dict(vars(Trainer)), set(vars(model)), set(vars(model.lm_head))) == before
+
+
+def test_a_method_of_trainer_that_another_library_wraps_in_any_arguments_is_wrapped(monkeypatch, tmp_path):
+    known = Trainer.compute_loss
+    monkeypatch.setattr(Trainer, "compute_loss", lambda *args, **kwargs: known(*args, **kwargs))
+    model, rows = make_model(), make_rows(4)
+    expected, _ = run_trainer(copy.deepcopy(model), rows, tmp_path)
+    assert run_trainer(patch(model), rows, tmp_path)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_trainer_that_has_moved_is_named_once(monkeypatch, caplog):
+    monkeypatch.setattr("flce_ops.integrations.full_logits._logged", set())
+    monkeypatch.setitem(sys.modules, "transformers.trainer", None)
+    for _ in range(2):
+        patch(make_model())
+    (message,) = [record.message for record in caplog.records if record.name == "flce_ops"]
+    assert message.startswith("transformers.trainer cannot be imported (")
 
 
 def test_a_trainer_leaves_nothing_on_its_model(tmp_path):

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 import torch
 import trl
 from tiny_models import make_model
-from transformers import set_seed
+from transformers import Trainer, set_seed
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl_inputs import DISTILLATION, SFT, STEPS, UTILS, head_inputs, texts, trl_divergence, trl_utils, word_tokenizer
 
@@ -341,12 +341,14 @@ class Renamed(torch.autograd.Function):
 )
 def test_a_trl_that_has_moved_its_places_is_refused_by_name(where, name, value, message, monkeypatch):
     monkeypatch.setattr(importlib.import_module(where), name, value)
-    kept = {place: place.get() for place in patching.REPLACEMENTS.functions}
+    monkeypatch.setattr(Trainer, "train", getattr(Trainer.train, "flce_original", Trainer.train))
+    kept, train = {place: place.get() for place in patching.REPLACEMENTS.functions}, Trainer.train
     refusal = f"trl {trl.__version__}: .*{message}.*flce_ops knows it in trl 1.16; train without patch"
     with pytest.raises(NotImplementedError, match=refusal):
         patch()
     for place, value in kept.items():
         assert place.get() is value
+    assert Trainer.train is train
 
 
 def test_the_tested_version_is_the_one_that_the_refusal_names():

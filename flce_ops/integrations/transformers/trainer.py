@@ -13,6 +13,7 @@ passes the labels to the patched model, whose forward computes that loss instead
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,9 @@ from .liger import check_loss_is_not_ligers, inside_peft
 def announce_to_models() -> None:
     try:
         import transformers.trainer  # noqa: F401
-    except ImportError:  # Trainer needs accelerate, which is not installed if Trainer is not used
+    except ImportError as error:
+        if importlib.util.find_spec("accelerate") is not None:  # which Trainer needs
+            warn_once(f"transformers.trainer cannot be imported ({error}): a Trainer will not know of patched models")
         return
     watch_trainers(advice_for, train=watching, prediction_step=announcing_predictions, compute_loss=announcing_labels)
 

@@ -87,6 +87,7 @@ def patch(*, gradient_threshold: float = 0.0) -> None:
         ImportError: TRL is not installed.
     """
     check_threshold("patch", gradient_threshold)
+    REPLACEMENTS.check()
     watch_trainers(advice_for, train=watching)
     REPLACEMENTS.put()
     LOG_PROBS.set(with_threshold(gradient_threshold))
