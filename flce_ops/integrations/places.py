@@ -83,7 +83,12 @@ class Replacements:
 
 
 def look_up(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or "." not in error.name or not module.startswith(error.name):
+            raise  # the library, or a module that it imports, is not installed
+        return None
     for part in name.split(".") if name else ():
         found = getattr(found, part, None)
     return found

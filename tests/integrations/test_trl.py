@@ -351,6 +351,15 @@ def test_a_trl_that_has_moved_its_places_is_refused_by_name(where, name, value, 
     assert Trainer.train is train
 
 
+def test_a_trl_whose_module_has_moved_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, DISTILLATION, None)
+    with pytest.raises(
+        NotImplementedError, match="_chunked_divergence_loss is not there. flce_ops knows it in trl 1.16"
+    ):
+        patch()
+    assert not patching.REPLACEMENTS.in_place
+
+
 def test_the_tested_version_is_the_one_that_the_refusal_names():
     assert trl.__version__.startswith(f"{patching.REPLACEMENTS.tested}.")
 
