@@ -44,7 +44,7 @@ def test_gemm_passes_under_checkpointing(device, way, student, teacher):
     assert counter.get_total_flops() == 2 * 40 * 61 * (16 * student + 8 * teacher)
 
 
-N, D, E, V = 2048, 16, 24, 2003  # float32 logits: 16 MiB
+N, D, E, V = 4096, 16, 24, 2003  # float32 logits: 32 MiB
 WORKSPACE = 6 * MiB  # more than the 128 rows need that every chunk has at least
 
 
@@ -60,7 +60,7 @@ def test_temporary_memory_stays_within_the_workspace(device, softcap, kind, redu
 
     with flce_ops.workspace(WORKSPACE):
         peak = (peak_on_cpu if device == "cpu" else peak_on_cuda)(step)
-    assert flce_ops.last_path().chunks > 1
+    assert flce_ops.last_path().chunks > 2  # half matrices on a GPU, float32 ones elsewhere
     results = sum(leaf.numel() * leaf.element_size() for leaf in leaves(pair).values())
     assert peak - results <= WORKSPACE + SMALL_CHANGE, f"{(peak - results) / MiB:.1f} MiB"
     assert peak - results > WORKSPACE / 4, "chunks far smaller than the workspace allows"
