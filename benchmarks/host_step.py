@@ -34,13 +34,12 @@ from .modes import MODES, Step, prepare
 from .report import REPOSITORY, Environment, commit_of, environment, reason_of, say, table_of
 from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
-from .timing import synchronize
+from .timing import numbers_of_tokens, synchronize, wall_time
 
 # N tokens, D hidden, V vocabulary
 
 MODE = MODES["fwd_bwd"]
 LONGEST_S = 60.0  # for the steps that warm up
-WARM = 48  # steps before any that is timed: the numbers of tokens of a new loop have every remainder modulo 16
 
 
 @dataclass
@@ -61,13 +60,6 @@ class HostRow(Environment):
     reason: str = ""
 
 
-def loops(least: int, most: int, multiple: int, steps: int, rounds: int) -> tuple[list[int], list[list[int]]]:
-    """Numbers of tokens, without repetition: those of the steps that warm up, and those of two loops for each round."""
-    every = range(-(-least // multiple) * multiple, most + 1, multiple)
-    drawn = random.Random(0).sample(every, min(len(every), WARM + 2 * steps * rounds))
-    return drawn[:WARM], [drawn[WARM + number :: 2 * rounds] for number in range(2 * rounds)]
-
-
 def host_times(steps: Sequence[Step], device: torch.device) -> list[float]:
     """The milliseconds from call to return of each step."""
     host = []
@@ -77,16 +69,6 @@ def host_times(steps: Sequence[Step], device: torch.device) -> list[float]:
         step()
         host.append(1e3 * (time.perf_counter() - began))
     return host
-
-
-def wall_time(steps: Sequence[Step], device: torch.device) -> float:
-    """The milliseconds of a step in a loop."""
-    synchronize(device)
-    began = time.perf_counter()
-    for step in steps:
-        step()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - began) / len(steps)
 
 
 def python_calls(step: Step) -> int:
@@ -126,7 +108,8 @@ def time_loops(rows: dict[str, HostRow], problem: Problem, fixed: bool, options:
         if fixed:
             tokens[name] = [least] * 8, [[least] * options.steps] * (2 * options.rounds)
         else:
-            tokens[name] = loops(least, problem.shape.N, multiple, options.steps, options.rounds)
+            loops = 2 * options.rounds
+            tokens[name] = numbers_of_tokens(least, problem.shape.N, multiple, options.steps, loops)
         try:
             stepping[name] = providers.stepping(name, MODE, dynamic=None if fixed else True)
             deadline = time.monotonic() + LONGEST_S

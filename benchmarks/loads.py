@@ -24,6 +24,8 @@ HOSTS = ("ours", "ours_compiled", "torch_compile", "quack_chunked", "liger", "cc
 
 
 WORKSPACES = "ours_128MiB,ours_256MiB"
+CAPTURED = "ours,ours_captured"  # where a slow host may limit the step
+SMALL = "2048x512x32000,1024x1024x50304,512x2048x32000"
 FAST_PEERS = "torch_compile,quack_chunked"
 
 
@@ -40,15 +42,16 @@ class Load(NamedTuple):
 LOADS = (
     Load("8192x4096x128256", f"floor,ours,{WORKSPACES},{PEERS},{HOPPER_PEERS}"),
     Load("16384x896x151936", f"floor,ours,{WORKSPACES},{FAST_PEERS}"),
-    Load("few_features", f"floor,ours,{FAST_PEERS},{HOPPER_PEERS}"),
+    Load("few_features", f"floor,{CAPTURED},{FAST_PEERS},{HOPPER_PEERS}"),
     Load("8192x2304x256000", f"floor,ours,{FAST_PEERS}"),
-    Load("8192x2052x32000,8192x2064x32000", f"floor,ours,{FAST_PEERS}"),
-    Load("2048x512x32000,1024x1024x50304,512x2048x32000", f"floor,{EVERY_OURS},{FAST_PEERS}"),
+    Load("8192x2052x32000,8192x2064x32000", f"floor,{CAPTURED},{FAST_PEERS}"),
+    Load(SMALL, f"floor,{EVERY_OURS},{FAST_PEERS}"),
+    Load(SMALL, f"ours,{FAST_PEERS}", mode="new_n"),
     Load("8192x4096x128256", f"floor,ours,{FAST_PEERS}", mode="fwd"),
     Load("3000x7168x129280,16384x2048x128256", f"floor,ours,{FAST_PEERS}"),
     Load("65536x4096x128256", "floor,ours"),
     Load("262144x4096x128256", "ours"),
-    *(Load("8192x4096x128256", "ours,ours_compacted", share) for share in (0.99, 0.9, 0.75, 0.5)),
+    *(Load("8192x4096x128256", f"{CAPTURED},ours_compacted", share) for share in (0.99, 0.9, 0.75, 0.5)),
     Load("8192x4096x128256", "floor,ours", 0.0),
     Load("256x4096x128256", f"floor,{EVERY_OURS},{PEERS}"),
     Load("1024x4096x151936,1024x2048x128256", f"floor,{EVERY_OURS},torch_compile"),
@@ -143,7 +146,7 @@ def shape_of(row: dict[str, str]) -> str:
 
 def name_of(load: Key) -> str:
     shape, ignored, prior, mode = load
-    shape += ", forward alone" * (mode == "fwd")
+    shape += {"fwd": ", forward alone", "new_n": ", another N each step"}.get(mode, "")
     share = "" if ignored == IGNORED else f", {ignored:.0%} ignored"
     return shape + share + {PRIORS[0]: "", TRAINED: ", operands of a trained model"}.get(prior, f", {prior} prior")
 

@@ -59,6 +59,7 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("fwd_bwd", 3, "mean", True, True),  # logits, dX, dW
+        Mode("new_n", 3, "mean", True, True),  # the same in a loop whose steps have different numbers of tokens: run.py
         Mode("fwd", 1, "mean", False, False),  # evaluation
         Mode("lora", 2, "mean", True, False),  # the head is frozen: no dW
         Mode("soft64", 3, "mean", True, True),  # 64 classes per token: soft.py

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +13,20 @@ from typing import NamedTuple
 import torch
 
 from . import providers
-from .data import IGNORED, PRIORS, SIGMA, Problem, load_problem, make_problem
+from .data import IGNORED, PRIORS, SIGMA, Problem, first_tokens, load_problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
 from .report import Environment, Row, reason_of, say, table
 from .shapes import Shape
-from .timing import Timing, launch_to_return, synchronize, time_steps
+from .timing import Timing, launch_to_return, numbers_of_tokens, synchronize, time_steps, wall_time
 
 # Errors above these mean a wrong result. The row says so, and the provider is timed all the same.
 WRONG = {"loss": 1e-2, "dx": 5e-2, "dw": 5e-2}
 
 
 HOST_SHOWS_MS = 5.0  # longer steps hide the host's time
+LEAST_TOKENS, STEPS_OF_LOOP = 64, 60  # of loops whose steps have different numbers of tokens
 
 
 class Settings(NamedTuple):
@@ -55,6 +58,8 @@ def measure(
     out_of_time: Callable[[], bool],
 ) -> list[Row]:
     device = settings.device
+    if mode.name == "new_n":
+        return measure_new_n(shape, mode, names, settings, environment)
     gc.collect()
     gc.freeze()  # otherwise each of the collections below takes a quarter of a second for objects of the libraries
     data = {"seed": settings.seed, "ignored": settings.ignored, "prior": settings.prior}
@@ -97,6 +102,40 @@ def measure(
             rows[name].host_us = launch_to_return(steps[name])
             with torch.autograd.set_multithreading_enabled(False):
                 rows[name].host_one_thread_us = launch_to_return(steps[name])
+    say(table(list(rows.values())))
+    return list(rows.values())
+
+
+def measure_new_n(
+    shape: Shape, mode: Mode, names: list[str], settings: Settings, environment: Environment
+) -> list[Row]:
+    """A step's wall time in loops whose steps have 64 to 2 N tokens, each another number. torch.compile is dynamic, and
+    QuACK takes multiples of 8 alone.
+    """
+    problem, device = problem_of(shape._replace(N=2 * shape.N), settings), settings.device
+    prepare(problem, mode)
+    stepping, loops, rows, walls = {}, {}, {}, {}
+    for name in names:
+        row = rows[name] = empty_row(name, shape, mode, settings.dtype, environment=environment, seed=settings.seed)
+        multiple = 8 if name.startswith("quack") else 1
+        of_loops = STEPS_OF_LOOP, settings.rounds
+        try:
+            stepping[name] = providers.stepping(name, mode, dynamic=True)
+            warm, loops[name] = numbers_of_tokens(LEAST_TOKENS, problem.shape.N, multiple, *of_loops)
+            for count in warm:
+                stepping[name](first_tokens(problem, count))()
+            row.version, walls[name] = providers.version(name), []
+        except Exception as error:
+            row.reason = reason_of(error)
+        tidy(problem)
+    for number in range(settings.rounds):
+        for name in random.Random(number).sample(list(walls), len(walls)):
+            steps = [stepping[name](first_tokens(problem, count)) for count in loops[name][number]]
+            walls[name].append(wall_time(steps, device))
+            tidy(problem)
+    for name, found in walls.items():
+        middle = statistics.median(found)
+        rows[name].ms, rows[name].spread = middle, (max(found) - min(found)) / middle
     say(table(list(rows.values())))
     return list(rows.values())
 

@@ -22,7 +22,7 @@ from flce_ops import aten
 from flce_ops.math.options import LogitOptions, Operands
 from flce_ops.math.token_weights_and_denominator import Reduction
 from flce_ops.triton import launch_backward, launch_forward, launch_scale_in_place, launch_with_grad
-from flce_ops.triton.gemm.epilogues import Largest
+from flce_ops.triton.gemm.epilogues import ExpSum
 from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.rows.after_chunks import LossSum, launch_after_chunks
 from flce_ops.triton.rows.bias_and_tile_sums import weighted_column_sum
@@ -226,12 +226,19 @@ def test_a_large_softcap_leaves_the_digits_of_the_logits(softcap):
 def test_the_logits_of_a_rescue_are_made_only_if_a_sum_is_too_large(raised):
     N, _, V = RAGGED
     x, w, *_ = operands(RAGGED, torch.float32, {})
-    reference, guard = torch.full((N,), -1e4), torch.zeros(1 + N, dtype=torch.int32)
-    guard[[0, 6]] = int(raised)  # by row 5
-    launch_logits_gemm(x, w, None, Largest(reference, guard), LogitOptions(), valid_tokens_of(N, N), guard=guard)
-    largest = (x @ w.T).amax(1) / math.log(2.0)
-    expected = torch.where((torch.arange(N) == 5) & raised, largest, -1e4)
-    torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
+    z = x @ w.T / math.log(2.0)
+    reference, guard, out = z[:, 0].clone(), torch.zeros((), dtype=torch.int32), torch.full((N, V), float("nan"))
+    if raised:
+        reference[5] = -1e4
+    found, rows = reference.clone(), valid_tokens_of(N, N)
+    first = ExpSum(reference, None, None, guard=guard, raised=found)
+    launch_logits_gemm(x, w, None, first, LogitOptions(), rows)
+    assert guard == raised
+    expected = torch.where((torch.arange(N) == 5) & raised, z.amax(1), reference)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    launch_logits_gemm(x, w, None, ExpSum(found, None, None), LogitOptions(), rows, out=out, guard=guard)
+    again = (z - expected[:, None]).exp2() if raised else torch.full((N, V), float("nan"))
+    torch.testing.assert_close(out, again, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("expected_log_prob", [False, True])
@@ -293,7 +300,7 @@ def gathered(input, linear_weight, target):
 @pytest.mark.parametrize("tokens", [1, 2, 37])
 def test_no_row_is_guarded_before_one_overflows(tokens, poisoned_memory):
     *_, guard = gathered(torch.randn(tokens, 20), torch.randn(67, 20), torch.zeros(tokens, dtype=torch.int64))
-    assert guard.shape == (1 + tokens,) and not guard.any()
+    assert guard.shape == () and guard == 0
 
 
 def test_hidden_states_are_found_beyond_2_31_numbers():

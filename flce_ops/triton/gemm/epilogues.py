@@ -5,7 +5,6 @@ float32 and in base 2 (z log2 e). "Tile" means these columns here.
                 and where asked for         sum_cols w z;   sum_cols E (z - reference);   max_cols z and its column;
                                             sum_cols E^2;   sum_cols z
                 or stored z in place of E                                                          (logits/stored.py)
-    largest     reference = max(reference, max_cols z), for rows that raised the guard         (steps/forward.py)
     max_sum     u = z - row_max, row_max = max_cols z    partial[tile, rows] = sum_cols exp(u)
                 and where z is stored, of z as it is rounded there
     gradient    G = (row_factor + shift_factor (z - reference)) exp(z - reference) + sum_factor w
@@ -85,8 +84,10 @@ class ExpSum(NamedTuple):
     total: Tensor | None = None  # (T, n) out, sum_cols z
     stored: StoredLogits | None = None  # the epilogue writes its maxima
     reference_class: ReferenceClass | None = None
-    # (1 + n,) int32 of 0, out: 1 for rows whose sum over a tile is too large or nan, and 1 at place 0 if there are any
+    # () int32 of 0, out: 1 if the sum of any row over a tile is too large or nan
     guard: Tensor | None = None
+    # (n,) with `guard`: the reference, raised to the largest logit of such rows; other rows keep it, and so their bits
+    raised: Tensor | None = None
 
 
 @triton.jit
@@ -116,37 +117,24 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     sums = tl.sum(result, 1)
     if operands.partial is not None:
         tl.store(operands.partial + partial_offset, sums, mask=row_mask)
+    largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
     if operands.guard is not None:
-        # masked stores instead of a branch, which would keep the compiler from pipelining the loop over tiles
+        # Masked instead of a branch, which would keep the compiler from pipelining the loop over tiles. The row's
+        # largest logit is in a tile whose sum is too large, or less than 1 + log2(EPILOGUE_N) above one that is.
         too_large = row_mask & ((sums > LARGEST_SUM) | (sums != sums))
-        raised = tl.full(rows.shape, 1, tl.int32)
-        tl.store(operands.guard + 1 + rows, raised, mask=too_large)
-        tl.store(operands.guard + tl.zeros_like(rows), raised, mask=too_large)
+        tl.store(operands.guard + tl.zeros_like(rows), tl.full(rows.shape, 1, tl.int32), mask=too_large)
+        # if all classes of a row are at -inf, any finite reference makes the exponentials 0
+        finite = tl.where(largest == float("-inf"), LOWEST, largest)
+        tl.atomic_max(operands.raised + rows, finite, mask=too_large, sem="relaxed")
     # a bias of -inf gives an exponential of 0, and 0 * -inf would be nan
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)
     store_sum(operands.squares, result * result, partial_offset, row_mask)
     if operands.stored is not None:
-        tile_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
-        tile_max = tl.where(tile_max == float("-inf"), 0.0, tile_max)
+        tile_max = tl.where(largest == float("-inf"), 0.0, largest)
         tl.store(max_places(operands.stored, rows, tile), tile_max, mask=row_mask)
         result = to_stored(z - tile_max[:, None], operands.stored.numbers.dtype.element_ty)
     return result
-
-
-class Largest(NamedTuple):
-    reference_logit: Tensor  # (n,) raised to the largest logit
-    guard: Tensor  # (1 + n,) of ExpSum: other rows keep their reference, and so their bits
-
-
-@triton.jit
-def largest(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
-    raised = tl.load(operands.guard + 1 + rows, mask=row_mask, other=0) > 0
-    row_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
-    # if all classes of a row are at -inf, any finite reference makes the exponentials 0
-    row_max = tl.where(row_max == float("-inf"), LOWEST, row_max)
-    tl.atomic_max(operands.reference_logit + rows, row_max, mask=raised, sem="relaxed")
-    return z
 
 
 class MaxSum(NamedTuple):
@@ -223,5 +211,5 @@ def logit_gradient(log2_p, row_factor, shift_factor, sum_factor, weight):
     return result
 
 
-Epilogue = ExpSum | Largest | MaxSum | Gradient
-EPILOGUES = {ExpSum: exp_sum, Largest: largest, MaxSum: max_sum, Gradient: gradient}
+Epilogue = ExpSum | MaxSum | Gradient
+EPILOGUES = {ExpSum: exp_sum, MaxSum: max_sum, Gradient: gradient}

@@ -56,7 +56,7 @@ def logits_gemm_kernel(
     out,  # (n, V) out: likewise; None if nothing is stored
     bias_ptr,  # (V,) or None
     logit_numbers,  # LogitNumbers
-    operands,  # the epilogue's tuple: ExpSum, Largest, MaxSum or Gradient
+    operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
     guard_ptr,  # int32, 0 if no sum of an earlier pass is too large: the kernel returns; or None
     valid_tokens,  # ValidTokens, the tokens of the rows
     products,  # Matrix, (n, V) float32, with MADE: input @ linear_weight.T, which another backend has made
@@ -139,7 +139,7 @@ def launch_logits_gemm(
     valid_tokens: ValidTokens,
     *,
     out: Tensor | None = None,  # (n, V)
-    guard: Tensor | None = None,  # (1 + n,)
+    guard: Tensor | None = None,  # ()
     tiles: Tiles | None = None,
     matrices: list | None = None,  # what an earlier launch on the same operands returned
     products: Tensor | None = None,  # (n, V) float32: input @ linear_weight.T, if another backend has made it
@@ -171,7 +171,7 @@ def launch_logits_gemm(
         GROUP=tiles.group,
         PROGRAMS=programs,
         STORED=out is not None,
-        # the results of the other two are logits, not gradients
+        # the results of the other are logits, not gradients
         SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
         MADE=products is not None,
         **tiles.options,

@@ -107,7 +107,7 @@ class AtTarget(NamedTuple):
     column: Tensor  # int64, the target's column; -1 if this rank does not have it
     reference_class: ReferenceClass
     reference: Tensor  # a copy of `logit`; a rescue (steps/forward.py) changes this copy
-    guard: Tensor  # (1 + n,) int32, 0: whether a rescue is needed at all, and by which rows
+    guard: Tensor  # () int32, 0: whether a rescue is needed
 
 
 @Kernel
@@ -130,7 +130,6 @@ def gather_tokens_kernel(
     count = valid_rows(valid_tokens, tl.num_programs(0))
     if row == 0:
         tl.store(at_target.guard, 0)
-    tl.store(at_target.guard + 1 + row, 0)
     if row < count:
         token = tl.load(valid_tokens.order + row).to(tl.int64)
         column = tl.full((), 0, tl.int64)
@@ -239,7 +238,7 @@ def launch_gather_targets(
         column,
         ReferenceClass(column.new_empty(n), logit.new_empty(n)) if soft else ReferenceClass(column, logit),
         reference,
-        input.new_empty(1 + n, dtype=torch.int32),
+        input.new_empty((), dtype=torch.int32),
     )
     gather_tokens_kernel[(n,)](
         valid_tokens,

@@ -5,15 +5,16 @@ Exponentials of a chunk of logits against a reference per row, and the rescue of
 
     1. E = exp(z - reference), sums of each row and tile        the reference is one of the row's own logits, so Z >= 1
        a guard is raised if one is above LARGEST_SUM, or nan    on the device; the host never reads it
-    2. only if the guard is raised, decided on the device:      2 more GEMM passes for this chunk
-           reference := the largest logit, for the rows that raised it;  E again
+       the reference of such a row := its largest logit
+    2. only if the guard is raised, decided on the device:      one more GEMM pass for this chunk
+           E again
 
 The kernel that finishes the rows adds up the tiles' sums.
 
 exp(z - reference) overflows if a logit is far above the reference. This happens if a token's loss exceeds 40 nats. On a
-rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernels of step 2
-are always launched. They return immediately (a few microseconds) if they are not needed. So there is no host
-synchronisation, and CUDA graphs work.
+rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernel of step 2
+is always launched. It returns immediately (in 2 microseconds) if it is not needed. So there is no host synchronisation,
+and CUDA graphs work.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ from ...support.sizes import cdiv
 from ...support.target_range import assert_in_range
 from ...support.workspace import get_workspace
 from ..gemm.backends import backend_for
-from ..gemm.epilogues import ExpSum, Largest, ReferenceClass
+from ..gemm.epilogues import ExpSum, ReferenceClass
 from ..gemm.tiles import EPILOGUE_N
 from ..logits.stored import StoredLogits, clear_unused, saved_logits
 from ..rows.bias_and_tile_sums import NOTHING_ELSE, Asked, RowSums, weighted_column_sum
@@ -56,7 +57,7 @@ def launch_exponentials(
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands
-    reference_logit, guard, backend = at_target.reference, at_target.guard, backend_for(input)
+    raised, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     tiles = cdiv(linear_weight.shape[0], EPILOGUE_N.value)
     partial = torch.empty(tiles, room, dtype=torch.float32, device=input.device)
@@ -66,24 +67,24 @@ def launch_exponentials(
     if asked.argmax:
         per_tile |= {"row_max": per_tile["argmax"], "argmax": partial.new_empty(partial.shape, dtype=torch.int32)}
     sums = ExpSum(
-        reference_logit,
+        at_target.reference_class.logit,
         class_weight if asked.logit_sum else None,
         partial,
         stored=stored,
         reference_class=reference_class,
         guard=guard,
+        raised=raised,
         **per_tile,
     )
 
-    def launch(epilogue: ExpSum | Largest, written: Tensor | None, **options: Any) -> Any:
+    def launch(epilogue: ExpSum, written: Tensor | None, **options: Any) -> Any:
         operands = input, linear_weight, linear_bias, epilogue, call.logits, valid_tokens
         return backend.logits(*operands, out=written, **options)
 
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     matrices = launch(sums, out if stored is None else stored.numbers)
-    launch(Largest(reference_logit, guard), None, guard=guard, matrices=matrices)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
-    sums = ExpSum(reference_logit, None, partial, reference_class=reference_class, **again)
+    sums = ExpSum(raised, None, partial, reference_class=reference_class, **again)
     launch(sums, out, guard=guard, matrices=matrices)
     found: dict[str, Tensor] = {}
     if asked.argmax:
@@ -92,7 +93,7 @@ def launch_exponentials(
     for name, part in per_tile.items():
         if name in Asked._fields and name != "argmax":
             found[name] = weighted_column_sum(part, None)[:rows]
-    return RowSums(row_sum, reference_logit, partial, **found)
+    return RowSums(row_sum, raised, partial, **found)
 
 
 def argmax_over_tiles(row_max: Tensor, argmax: Tensor, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each
