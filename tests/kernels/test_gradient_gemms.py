@@ -320,7 +320,7 @@ def test_torch_matmul_makes_every_product_where_the_environment_asks_for_it(smoo
         assert flce_ops.last_path().chunks > 1
         in_torch, in_triton = backends.BACKENDS
         assert backends.backend_for(x) is in_triton
-        monkeypatch.setenv("FLCE_GEMM", "torch")
+        monkeypatch.setattr(backends, "TORCH_IS_ASKED_FOR", True)
         assert backends.backend_for(x.bfloat16()) is in_torch and backends.backend_for(x.half()) is in_triton
         monkeypatch.setattr(backends, "BACKENDS", [in_torch._replace(takes=lambda matrix: True)])
         by_torch = found()

@@ -37,8 +37,11 @@ class Backend(NamedTuple):
     input_gradient: Callable[..., None]
 
 
+TORCH_IS_ASKED_FOR = os.environ.get("FLCE_GEMM") == "torch"  # read once: every product of a chunk asks
+
+
 def torch_is_asked_for(matrix: Tensor) -> bool:
-    return matrix.dtype == torch.bfloat16 and os.environ.get("FLCE_GEMM") == "torch"
+    return TORCH_IS_ASKED_FOR and matrix.dtype == torch.bfloat16
 
 
 BACKENDS = [

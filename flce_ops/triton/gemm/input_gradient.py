@@ -285,7 +285,8 @@ def launch_input_gradient(
     by_ranges: bool = False,  # V is split into ranges, for batch_invariant
     choice: tuple[Tiles, ...] = (),
 ) -> None:
-    (n, hidden), programs, whole_weight = out.shape, multiprocessors(out), matrix_of(linear_weight)
+    (n, hidden), programs = out.shape, multiprocessors(out)
+    whole_weight, of_out = matrix_of(linear_weight), matrix_of(out)
     numbers = min(product.shape[0], 2**31 - 1)
     choice = choice or input_tiles_for(linear_weight, blocks.number is not None)
     if by_ranges:  # a token's bits may depend on the tiles
@@ -306,7 +307,7 @@ def launch_input_gradient(
         *kernel_matrices([exponentials, linear_weight], tile_shapes, tiles.tma),
         whole_weight,
         product,
-        matrix_of(out),
+        of_out,
         finish,
         valid_tokens,
         blocks,
@@ -327,7 +328,7 @@ def launch_input_gradient(
     finish_product_kernel[(row_programs, cdiv(hidden, columns))](
         product,
         whole_weight,
-        matrix_of(out),
+        of_out,
         finish,
         valid_tokens,
         n,

@@ -188,19 +188,16 @@ def overflow_rows_kernel(
 
 def launch_overflow_rows(
     total: Sum,  # the sum to which the marked rows are added
-    exponentials: Tensor,  # (n, V)
-    rows: Tensor,  # (n, D)
+    matrices: list,  # tensor maps of (n, V) exponentials and (n, D) rows
     valid_tokens: ValidTokens,
     *,
     blocks: ClassBlocks,
     tiles: Tiles,
 ) -> None:
-    (n, num_classes), hidden = exponentials.shape, rows.shape[1]
+    (n, num_classes), hidden, rows = matrices[0].shape, matrices[1].shape[1], matrices[1].base
     feature_blocks = cdiv(hidden, tiles.block_n)
     stride = min(max(multiprocessors(rows) // feature_blocks, 1), cdiv(num_classes, tiles.block_m))
-    tile_shapes = ([tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n])
     of_sum = *total, valid_tokens, blocks, n, hidden, num_classes, total.numbers.stride(0), total.exponents.stride(0)
-    matrices = kernel_matrices([exponentials, rows], tile_shapes)
     overflow_rows_kernel[(feature_blocks * stride,)](*matrices, *of_sum, LOOK=LOOK, **tiles.options)
 
 
@@ -342,23 +339,28 @@ class WeightGradient:
     ) -> None:
         first = self.adds or valid_tokens.start == 0
         last = self.adds or valid_tokens.start + exponentials.shape[0] == self.tokens
-        added = exponentials, rows, valid_tokens
+        if first:
+            self.first_rows = rows.shape[0]
+        blocks = [self.tiles.block_k, self.tiles.block_m], [self.tiles.block_k, self.tiles.block_n]
+        added = kernel_matrices([exponentials, rows], blocks, self.tiles.tma), rows, valid_tokens
         if first and not last:
             self.launch(*added, True, True)
         self.launch(*added, first, last)
         if self.tiles.tma and not (first or last):
-            launch_overflow_rows(self.sum, *added, blocks=self.blocks, tiles=self.tiles)
+            launch_overflow_rows(self.sum, added[0], valid_tokens, blocks=self.blocks, tiles=self.tiles)
 
-    def launch(self, exponentials: Tensor, rows: Tensor, valid_tokens: ValidTokens, first: bool, last: bool) -> None:
+    @functools.cached_property
+    def maps(self) -> list:
+        """Tensor maps of the sum and of the result, where there are any."""
+        if not self.tiles.tma or self.adds:
+            return [None, None]
+        part = [self.tiles.block_m, min(self.tiles.block_n, WIDEST_STORE.value)]
+        return kernel_matrices([self.sum.numbers if self.chunks > 1 else None, self.out], [part, part])
+
+    def launch(self, matrices: list, rows: Tensor, valid_tokens: ValidTokens, first: bool, last: bool) -> None:
         out, total, tiles = self.out, self.sum, self.tiles
-        (n, num_classes), hidden = exponentials.shape, rows.shape[1]
-        if first:
-            self.first_rows = n
-        maps: list[Tensor | None] = [None, None]
-        if tiles.tma and not self.adds:
-            maps = [out if last else total.numbers, total.numbers if last and not first else None]
-        part = [tiles.block_m, min(tiles.block_n, WIDEST_STORE.value)]
-        blocks = [tiles.block_k, tiles.block_m], [tiles.block_k, tiles.block_n], part, part
+        (n, hidden), num_classes = rows.shape, out.shape[0]
+        of_sum, of_result = self.maps
         if first and last:
             total = Sum(total.numbers)
         grid_tiles = cdiv(num_classes, tiles.block_m) * cdiv(hidden, tiles.block_n)
@@ -366,7 +368,9 @@ class WeightGradient:
         if last and not first and tiles.block_m > 128:  # the stored tile takes the shared memory of a stage
             options = options | {"num_stages": tiles.num_stages - 1}
         weight_gradient_kernel[(min(grid_tiles, programs),)](
-            *kernel_matrices([exponentials, rows, *maps], blocks, tiles.tma),
+            *matrices,
+            of_result if last else of_sum,
+            of_sum if last and not first else None,
             total.numbers,
             out,
             *total[1:],

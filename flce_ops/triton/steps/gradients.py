@@ -73,14 +73,16 @@ def write_input_gradient(
     """grad_input of a chunk. The products of several ranges wait in float32: in `memory`, or in a new buffer
     if `memory` is too small. If it does not hold the products of all rows, rows are processed in groups.
     """
+    launch = backend_for(out).input_gradient
     waiting = products_of_ranges(linear_weight.shape[0]) if by_ranges else 0
-    of_row, at_once = waiting * out.shape[1], out.shape[0]
-    if waiting:
-        memory = memory if memory.shape[0] >= MULTIPLE * of_row else memory.new_empty(MULTIPLE * of_row)
-        at_once = memory.shape[0] // of_row // MULTIPLE * MULTIPLE
-    for rows in slices(out.shape[0], at_once):
+    if not waiting:
+        launch(out, matrix, linear_weight, finish, valid_tokens, memory, blocks, by_ranges)
+        return
+    of_row = waiting * out.shape[1]
+    memory = memory if memory.shape[0] >= MULTIPLE * of_row else memory.new_empty(MULTIPLE * of_row)
+    for rows in slices(out.shape[0], memory.shape[0] // of_row // MULTIPLE * MULTIPLE):
         of_rows = finish.of(rows), valid_tokens.of(rows), memory, blocks, by_ranges
-        backend_for(out).input_gradient(out[rows], matrix[rows], linear_weight, *of_rows)
+        launch(out[rows], matrix[rows], linear_weight, *of_rows)
 
 
 class ChunkGradient(NamedTuple):

@@ -65,6 +65,10 @@ class OnePassStep:
         by_ranges = getattr(self.call, "batch_invariant", False)  # V is split for grad_input: input_gradient.py
         input, linear_weight = self.operands[:2]
         self.gemms = GradientGemms(self.gradients, input, linear_weight, self.chunks, by_ranges)
+        statistics = self.per_token.statistics
+        asked = sums_for(Statistics(*[out is not None for out in statistics]))
+        self.asked = asked._replace(logit_sum=self.per_token.objective.d_sum is not None)
+        self.own_classes = by_ranges and statistics.entropy is not None  # as forward's sums
         # the class weights of label smoothing, of the classes that this rank holds
         self.class_weight, self.d_sum = None, self.per_token.objective.d_sum
         if self.d_sum is not None and self.operands.weight is not None:
@@ -89,18 +93,15 @@ class OnePassStep:
         at_target = launch_gather_targets(self.call, valid_tokens, rows)
         # of the targets: logit, dz/du and column
         tokens = Tokens(valid_tokens, *at_target[:3], of_tokens.reduction, of_tokens.losses, of_tokens.log_probs)
-        asked = sums_for(Statistics(*[out is not None for out in statistics]))
-        as_forward_sums = self.gemms.by_ranges and statistics.entropy is not None
-        reference_class = at_target.reference_class if as_forward_sums else None
         sums = launch_exponentials(
             self.call,
             valid_tokens,
             rows,
             at_target,
             out=exponentials,
-            asked=asked._replace(logit_sum=self.d_sum is not None),
+            asked=self.asked,
             class_weight=self.class_weight,
-            reference_class=reference_class,
+            reference_class=at_target.reference_class if self.own_classes else None,
         )
         self.row_sum = sums.exponentials
         # few tokens: the rows of grad_linear_weight of their targets are made more exact
