@@ -75,7 +75,7 @@ def units_of(options: argparse.Namespace) -> list[Unit]:
         pairs = [(shape, IGNORED, PRIORS[0]) for shape in parse_shapes(options.shapes)]
     else:
         every = [unit for unit in loads.units() if "ours" in unit.providers.split(",")]
-        pairs = [(unit.shape, unit.ignored, unit.prior) for unit in every]
+        pairs = list(dict.fromkeys((unit.shape, unit.ignored, unit.prior) for unit in every))
     # loads.py has shares and priors for the loss only
     usual = [pair for pair in pairs if pair[1:] == (IGNORED, PRIORS[0])]
     return [

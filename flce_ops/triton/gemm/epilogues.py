@@ -86,8 +86,28 @@ class ExpSum(NamedTuple):
     reference_class: ReferenceClass | None = None
     # () int32 of 0, out: 1 if the sum of any row over a tile is too large or nan
     guard: Tensor | None = None
-    # (n,) with `guard`: the reference, raised to the largest logit of such rows; other rows keep it, and so their bits
-    raised: Tensor | None = None
+    raised: Tensor | None = None  # (n,) with `guard`: raise_reference
+
+
+@triton.jit
+def is_too_large(sums):
+    return (sums > LARGEST_SUM) | (sums != sums)
+
+
+@triton.jit
+def raise_reference(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+    """After exp_sum: raises the references of rows whose sum over the tile is too large to the tile's largest logit.
+    Other rows keep theirs, and so their bits.
+
+    A row's largest logit is in such a tile, or less than 1 + log2(EPILOGUE_N) above the largest of one.
+    """
+    reference_logit = reference_logits(operands.reference_logit, rows, row_mask)
+    sums = tl.sum(in_vocabulary(tl.exp2(z - reference_logit[:, None]), col_mask, 0.0, EVEN_V), 1)
+    largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
+    # if all classes of a row are at -inf, any finite reference makes the exponentials 0
+    largest = tl.where(largest == float("-inf"), LOWEST, largest)
+    tl.atomic_max(operands.raised + rows, largest, mask=row_mask & is_too_large(sums), sem="relaxed")
+    return z
 
 
 @triton.jit
@@ -117,21 +137,17 @@ def exp_sum(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.
     sums = tl.sum(result, 1)
     if operands.partial is not None:
         tl.store(operands.partial + partial_offset, sums, mask=row_mask)
-    largest = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
     if operands.guard is not None:
-        # Masked instead of a branch, which would keep the compiler from pipelining the loop over tiles. The row's
-        # largest logit is in a tile whose sum is too large, or less than 1 + log2(EPILOGUE_N) above one that is.
-        too_large = row_mask & ((sums > LARGEST_SUM) | (sums != sums))
+        # a masked store instead of a branch, which would keep the compiler from pipelining the loop over tiles
+        too_large = row_mask & is_too_large(sums)
         tl.store(operands.guard + tl.zeros_like(rows), tl.full(rows.shape, 1, tl.int32), mask=too_large)
-        # if all classes of a row are at -inf, any finite reference makes the exponentials 0
-        finite = tl.where(largest == float("-inf"), LOWEST, largest)
-        tl.atomic_max(operands.raised + rows, finite, mask=too_large, sem="relaxed")
     # a bias of -inf gives an exponential of 0, and 0 * -inf would be nan
     shifted = tl.where(result > 0.0, result * (z - reference_logit[:, None]), 0.0)
     store_sum(operands.expected, shifted, partial_offset, row_mask)
     store_sum(operands.squares, result * result, partial_offset, row_mask)
     if operands.stored is not None:
-        tile_max = tl.where(largest == float("-inf"), 0.0, largest)
+        tile_max = tl.max(in_vocabulary(z, col_mask, float("-inf"), EVEN_V), 1)
+        tile_max = tl.where(tile_max == float("-inf"), 0.0, tile_max)
         tl.store(max_places(operands.stored, rows, tile), tile_max, mask=row_mask)
         result = to_stored(z - tile_max[:, None], operands.stored.numbers.dtype.element_ty)
     return result

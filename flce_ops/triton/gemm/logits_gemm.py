@@ -21,6 +21,7 @@ the row. `flce_ops/triton/steps/forward.py` handles the other tokens.
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from ...support.sizes import cdiv
 from ..kernel import Kernel
 from ..rows.logit_numbers import base2_logits, loaded
 from ..rows.valid_tokens import ValidTokens, valid_rows
-from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient
+from .epilogues import EPILOGUES, Epilogue, ExpSum, Gradient, raise_reference
 from .tiles import (
     EPILOGUE_N,
     Matrix,
@@ -49,41 +50,39 @@ from .tiles import (
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / EPILOGUE_N) tiles along the vocabulary
 
 
-@Kernel
-def logits_gemm_kernel(
-    input,  # (n, D): tensor descriptor with USE_TMA, else a Matrix
-    linear_weight,  # (V, D): likewise
-    out,  # (n, V) out: likewise; None if nothing is stored
-    bias_ptr,  # (V,) or None
-    logit_numbers,  # LogitNumbers
-    operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
-    guard_ptr,  # int32, 0 if no sum of an earlier pass is too large: the kernel returns; or None
-    valid_tokens,  # ValidTokens, the tokens of the rows
-    products,  # Matrix, (n, V) float32, with MADE: input @ linear_weight.T, which another backend has made
+@triton.jit
+def make_tiles(
+    input,  # these and the constants as in logits_gemm_kernel
+    linear_weight,
+    out,
+    bias_ptr,
+    logit_numbers,
+    numbers,
+    operands,
+    products,
+    count,  # valid rows
+    run,  # whether to make any
     n,
     D,
     V,
     EPILOGUE: tl.constexpr,
+    STORED: tl.constexpr,
+    SLOPED: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # tokens
-    BLOCK_N: tl.constexpr,  # classes
-    BLOCK_K: tl.constexpr,  # features
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
-    SLOPED: tl.constexpr,
     MADE: tl.constexpr,
 ):
-    numbers = loaded(logit_numbers)
-    count = valid_rows(valid_tokens, n)
+    """The program's tiles."""
     row_blocks = tl.cdiv(count, BLOCK_M)
     vocab_blocks = tl.cdiv(V, BLOCK_N)
     depth = tl.cdiv(D, BLOCK_K)
-    tiles = row_blocks * vocab_blocks
+    tiles = tl.where(run, row_blocks * vocab_blocks, 0)
     PARTS: tl.constexpr = BLOCK_N // EPILOGUE_N
-    if guard_ptr is not None:
-        tiles = tl.where(tl.load(guard_ptr) > 0, tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
         row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
         row_start = row_block * BLOCK_M
@@ -130,6 +129,51 @@ def logits_gemm_kernel(
                     store_tile(out, result, rows, part_cols, rows < n, part_mask)
 
 
+@Kernel
+def logits_gemm_kernel(
+    input,  # (n, D): tensor descriptor with USE_TMA, else a Matrix
+    linear_weight,  # (V, D): likewise
+    out,  # (n, V) out: likewise; None if nothing is stored
+    bias_ptr,  # (V,) or None
+    logit_numbers,  # LogitNumbers
+    operands,  # the epilogue's tuple: ExpSum, MaxSum or Gradient
+    guard_ptr,  # () int32, 0 if no sum of an earlier pass is too large: the kernel returns; or None
+    valid_tokens,  # ValidTokens, the tokens of the rows
+    products,  # Matrix, (n, V) float32, with MADE: input @ linear_weight.T, which another backend has made
+    n,
+    D,
+    V,
+    EPILOGUE: tl.constexpr,
+    STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
+    SLOPED: tl.constexpr,
+    RAISES: tl.constexpr,  # makes the tiles again if a sum is too large, and raises references
+    USE_TMA: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # tokens
+    BLOCK_N: tl.constexpr,  # classes
+    BLOCK_K: tl.constexpr,  # features
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MADE: tl.constexpr,
+):
+    numbers, count, run = loaded(logit_numbers), valid_rows(valid_tokens, n), True
+    if guard_ptr is not None:
+        run = tl.load(guard_ptr) > 0
+    # fmt: off
+    make_tiles(
+        input, linear_weight, out, bias_ptr, logit_numbers, numbers, operands, products, count, run, n, D, V,
+        EPILOGUE, STORED, SLOPED, USE_TMA, EVEN_V, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PROGRAMS, MADE,
+    )
+    if RAISES:
+        tl.debug_barrier()  # the program's own stores to the guard; another program's tiles are its own business
+        too_large = tl.load(operands.guard, volatile=True) > 0
+        make_tiles(
+            input, linear_weight, out, bias_ptr, logit_numbers, numbers, operands, products, count, too_large, n, D, V,
+            raise_reference, False, False, USE_TMA, EVEN_V, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PROGRAMS, MADE,
+        )
+    # fmt: on
+
+
 def launch_logits_gemm(
     input: Tensor,  # (n, D)
     linear_weight: Tensor,  # (V, D)
@@ -166,13 +210,14 @@ def launch_logits_gemm(
         hidden,
         num_classes,
         EPILOGUE=EPILOGUES[type(epilogue)],
+        STORED=out is not None,
+        # the results of the other are logits, not gradients
+        SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
+        RAISES=isinstance(epilogue, ExpSum) and epilogue.guard is not None,
         USE_TMA=not isinstance(matrices[0], Matrix),
         EVEN_V=num_classes % EPILOGUE_N.value == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
-        STORED=out is not None,
-        # the results of the other are logits, not gradients
-        SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
         MADE=products is not None,
         **tiles.options,
     )
