@@ -229,9 +229,10 @@ def launch_gather_targets(
     operands, logit_options, vocab_start = call.operands, call.logits, getattr(call, "vocab_start", 0)
     input, linear_weight, target = operands[:3]
     (n, hidden), block_d = rows.shape, min(1024, next_power_of_2(rows.shape[1]))
-    (reference,) = row_vectors(input, 1, n)
+    (reference, logit), soft = row_vectors(input, 2, n), target.dim() == 2
     column = input.new_empty((n, *target.shape[1:]), dtype=torch.int64)
-    logit, soft = reference.new_empty(column.shape), target.dim() == 2
+    if soft:
+        logit = reference.new_empty(column.shape)
     at_target = AtTarget(
         logit,
         None if logit_options.softcap is None else logit.new_empty(logit.shape),

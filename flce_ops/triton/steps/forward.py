@@ -5,16 +5,16 @@ Exponentials of a chunk of logits against a reference per row, and the rescue of
 
     1. E = exp(z - reference), sums of each row and tile        the reference is one of the row's own logits, so Z >= 1
        a guard is raised if one is above LARGEST_SUM, or nan    on the device; the host never reads it
-       the reference of such a row := its largest logit
-    2. only if the guard is raised, decided on the device:      one more GEMM pass for this chunk
-           E again
+    2. only if the guard is raised, decided on the device:      2 more GEMM passes for this chunk
+           reference := the largest logit, for such a row       by the same kernel: logits_gemm.py
+           E again                                              by another launch
 
 The kernel that finishes the rows adds up the tiles' sums.
 
 exp(z - reference) overflows if a logit is far above the reference. This happens if a token's loss exceeds 40 nats. On a
-rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernel of step 2
-is always launched. It returns immediately (in 2 microseconds) if it is not needed. So there is no host synchronisation,
-and CUDA graphs work.
+rank without the target, column 0 is the reference, and it happens if that class is as unlikely. The kernel that makes E
+again is always launched. It returns immediately (in 2 microseconds) if it is not needed. So there is no host
+synchronisation, and CUDA graphs work.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ def launch_exponentials(
     tiles = cdiv(linear_weight.shape[0], EPILOGUE_N.value)
     partial = torch.empty(tiles, room, dtype=torch.float32, device=input.device)
     per_tile: dict[str, Any] = {
-        name: partial.new_empty(partial.shape) for name, wanted in asked._asdict().items() if wanted
+        name: partial.new_empty(partial.shape) for name, wanted in zip(asked._fields, asked) if wanted
     }
     if asked.argmax:
         per_tile |= {"row_max": per_tile["argmax"], "argmax": partial.new_empty(partial.shape, dtype=torch.int32)}

@@ -147,7 +147,8 @@ class GradientGemms:
             if memory is None or memory.shape[0] < numbers:
                 memory = torch.empty(numbers, dtype=torch.float32, device=matrix.device)
             finish = self.gradients.summed(finish, chunk, self.input)
-            of_rows = grad_input[chunk], self.linear_weight, matrix, finish, valid_tokens, memory
+            # `rows` is the part of grad_input that this writes
+            of_rows = rows, self.linear_weight, matrix, finish, valid_tokens, memory
             write_input_gradient(*of_rows, blocks=self.input_blocks, by_ranges=self.by_ranges)
 
 
