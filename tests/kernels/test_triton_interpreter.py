@@ -241,6 +241,18 @@ def test_the_logits_of_a_rescue_are_made_only_if_a_sum_is_too_large(raised):
     torch.testing.assert_close(out, again, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def test_a_reference_is_raised_by_tiles_whose_sums_are_too_large_alone():
+    """128 logits of 54 sum up to 2^61, one of 59 in another tile to 2^59. So the order of tiles changes no bit."""
+    logits = torch.cat([torch.full((128,), 54.0), torch.full((127,), -9.0), torch.tensor([59.0])])
+    x, w = torch.ones(3, 1), logits[:, None] * math.log(2.0)
+    reference, guard = torch.tensor([0.0, -2.0, 2.0]), torch.zeros((), dtype=torch.int32)  # the last row's sum is 2^59
+    raised = reference.clone()
+    epilogue = ExpSum(reference, None, None, guard=guard, raised=raised)
+    launch_logits_gemm(x, w, None, epilogue, LogitOptions(), valid_tokens_of(3, 3))
+    torch.testing.assert_close(raised, torch.tensor([54.0, 59.0, 2.0]), rtol=1e-5, atol=1e-5)
+    assert guard == 1
+
+
 @pytest.mark.parametrize("expected_log_prob", [False, True])
 def test_a_shard_whose_classes_are_all_switched_off_has_no_share_and_no_gradient(expected_log_prob):
     x, w, target, _, _ = operands(RAGGED, torch.float32, {})
