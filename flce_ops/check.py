@@ -7,7 +7,6 @@ promised.
 """
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -252,7 +251,6 @@ def time_and_memory(function: Function, head: Head) -> Measured:
         derived(function, head)
     on_gpu, before = head.input.is_cuda, 0
     if on_gpu:
-        gc.collect()  # garbage that is freed in a later step would hide what the step allocates
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     timer = Timer("derived(function, head)", globals={"derived": derived, "function": function, "head": head})

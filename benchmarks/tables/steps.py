@@ -77,23 +77,8 @@ def of_users() -> str:
     return markdown(["ms", "GEMMs", "flce_ops", "in a CUDA graph", "best other"], body)
 
 
-def hosts(rows: Rows) -> str:
-    """The host's time of a small step, and what is launched for it."""
-    names = {name: row["provider"] for row in rows for name in [NAMES[row["provider"]].format(row["version"])]}
-    tokens = ("2048", "64 to 4096")
-    at = {(row["provider"], row["tokens"]): row for row in rows if row["host_ms"]}
-    counted = {row["provider"]: row for row in rows if row["kernels"] and row["tokens"] == "2048"}
-    body = []
-    for name, provider in names.items():
-        times = (f"{float(at[provider, n]['host_ms']):.1f}" for n in tokens)
-        body.append([name, *times, counted[provider]["kernels"], f"{float(counted[provider]['gpu_ms']):.2f}"])
-    heading = ["", "2,048 tokens, ms", "another number every step, ms", "kernels", "GPU, ms"]
-    return markdown(heading, body)
-
-
 TABLES = {
     "fwd_bwd: times": lambda: times(rows_of("fwd_bwd")),
     "fwd_bwd: errors": lambda: errors(rows_of("fwd_bwd")),
     "loads.csv": of_users,
-    "host_step.csv": lambda: hosts([row for row in rows_of("host_step") if row["commit"] != "89e60ffc"]),
 }

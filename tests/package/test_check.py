@@ -82,7 +82,8 @@ def test_a_step_has_errors_and_time_beside_eager_and_compiled_torch(device, head
     for line in (value, gradients):
         assert line.promised and all(float(cell) < 1e-2 for cell in line.numbers), line
     assert all(cell.endswith(" ms") and float(cell[:-3]) > 0 for cell in time.numbers)
-    assert all(line.promised and all(cell.endswith(" MiB") for cell in line.numbers) for line in memory)
+    for line in memory:
+        assert line.promised and all(cell.endswith(" MiB") for cell in line.numbers), line
     assert value.path in ("triton", "aten")
 
 

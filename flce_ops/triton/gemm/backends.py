@@ -8,7 +8,7 @@ through this table.
 The first row that takes an operand makes all three products. An epilogue is named by the tuple it reads and writes,
 such as ExpSum. How tokens are chunked follows from the tile shapes in tiles.py.
 
-matmul.py is a second row: torch.matmul for bfloat16, where the environment has FLCE_GEMM=torch.
+matmul.py is a second row: torch.matmul for bfloat16, if the environment has FLCE_GEMM=torch when this file is imported.
 
 A backend in FP8 would need three things more. E, which the step allocates in the input's dtype, would have a dtype of
 the backend's own: a field beside the three products. The scales of input and linear_weight would come with the
