@@ -95,7 +95,7 @@ def is_too_large(sums):
 
 
 @triton.jit
-def raise_reference(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVEN_V: tl.constexpr):
+def raise_reference(operands, z, rows, row_mask, col_mask, EVEN_V: tl.constexpr):
     """After exp_sum: raises the references of rows whose sum over the tile is too large to the tile's largest logit.
     Other rows keep theirs, and so their bits.
 
@@ -107,7 +107,6 @@ def raise_reference(operands, z, rows, cols, row_mask, col_mask, tile, n, V, EVE
     # if all classes of a row are at -inf, any finite reference makes the exponentials 0
     largest = tl.where(largest == float("-inf"), LOWEST, largest)
     tl.atomic_max(operands.raised + rows, largest, mask=row_mask & is_too_large(sums), sem="relaxed")
-    return z
 
 
 @triton.jit

@@ -22,7 +22,6 @@ the kernel again. A maximum in the first walk would take 2 % of the kernel's tim
 All logits, references and logarithms here are in base 2 (z * log2 e), because exp2 is the hardware's instruction.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -51,85 +50,6 @@ from .tiles import (
 # n rows of a chunk, D hidden, V vocabulary, T = ceil(V / EPILOGUE_N) tiles along the vocabulary
 
 
-@triton.jit
-def make_tiles(
-    input,  # these and the constants as in logits_gemm_kernel
-    linear_weight,
-    out,
-    bias_ptr,
-    logit_numbers,
-    numbers,  # those of logit_numbers, loaded
-    operands,
-    products,
-    count,  # valid rows
-    run,  # whether to make any
-    n,
-    D,
-    V,
-    EPILOGUE: tl.constexpr,
-    STORED: tl.constexpr,
-    SLOPED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MADE: tl.constexpr,
-):
-    """The program's tiles."""
-    row_blocks = tl.cdiv(count, BLOCK_M)
-    vocab_blocks = tl.cdiv(V, BLOCK_N)
-    depth = tl.cdiv(D, BLOCK_K)
-    tiles = tl.where(run, row_blocks * vocab_blocks, 0)
-    PARTS: tl.constexpr = BLOCK_N // EPILOGUE_N
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
-        row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
-        row_start = row_block * BLOCK_M
-        col_start = vocab_block * BLOCK_N
-
-        rows = row_start + tl.arange(0, BLOCK_M)
-        cols = col_start + tl.arange(0, BLOCK_N)
-        row_mask = rows < count
-        col_mask = cols < V
-        if MADE:
-            acc = load_tile(products, rows, cols, row_mask, col_mask)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(depth):
-                if USE_TMA:
-                    a = input.load([row_start, k * BLOCK_K])
-                    b = linear_weight.load([col_start, k * BLOCK_K])
-                else:
-                    ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
-                    a = load_tile(input, rows, ks, row_mask, ks < D)
-                    b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
-                acc = tl.dot(a, b.T, acc)
-        for part in tl.static_range(PARTS):
-            # The store of one part runs beside the epilogue of the next, and its staging buffer is half as large.
-            products_of_part = columns_of_tile(acc, part, EPILOGUE_N)
-            part_start = col_start + part * EPILOGUE_N
-            part_cols = part_start + tl.arange(0, EPILOGUE_N)
-            part_mask = part_cols < V
-            # the last tile's second part may lie behind V, and then stores no sums
-            part_rows = rows < tl.where(part_start < V, count, 0)
-            bias = None
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + part_cols, mask=part_mask, other=0.0).to(tl.float32)[None, :]
-            z, dz_du = base2_logits(products_of_part, bias, logit_numbers, numbers)
-            place = vocab_block * PARTS + part
-            result = EPILOGUE(operands, z, rows, part_cols, part_rows, part_mask, place, n, V, EVEN_V)
-            if STORED:
-                if SLOPED:
-                    result = result * dz_du
-                if USE_TMA:
-                    out.store([row_start, part_start], in_dtype_of(out, result, USE_TMA))
-                else:
-                    # also writes the zeros after the valid rows, as the store through TMA does
-                    store_tile(out, result, rows, part_cols, rows < n, part_mask)
-
-
 @Kernel
 def logits_gemm_kernel(
     input,  # (n, D): tensor descriptor with USE_TMA, else a Matrix
@@ -145,9 +65,6 @@ def logits_gemm_kernel(
     D,
     V,
     EPILOGUE: tl.constexpr,
-    STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
-    SLOPED: tl.constexpr,
-    RAISES: tl.constexpr,  # if a sum is too large, makes the tiles once more, for raise_reference
     USE_TMA: tl.constexpr,
     EVEN_V: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens
@@ -155,26 +72,73 @@ def logits_gemm_kernel(
     BLOCK_K: tl.constexpr,  # features
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STORED: tl.constexpr,  # `out` is given; Triton 3.6 cannot compare a NamedTuple that holds None with None
+    SLOPED: tl.constexpr,
+    RAISES: tl.constexpr,  # if a sum is too large, a program makes its tiles once more, for raise_reference
     MADE: tl.constexpr,
 ):
-    numbers, count, run = loaded(logit_numbers), valid_rows(valid_tokens, n), True
+    numbers = loaded(logit_numbers)
+    count = valid_rows(valid_tokens, n)
+    row_blocks = tl.cdiv(count, BLOCK_M)
+    vocab_blocks = tl.cdiv(V, BLOCK_N)
+    depth = tl.cdiv(D, BLOCK_K)
+    tiles = row_blocks * vocab_blocks
+    PARTS: tl.constexpr = BLOCK_N // EPILOGUE_N
     if guard_ptr is not None:
-        run = tl.load(guard_ptr) > 0
-    # fmt: off
-    make_tiles(
-        input, linear_weight, out, bias_ptr, logit_numbers, numbers, operands, products, count, run, n, D, V,
-        EPILOGUE, STORED, SLOPED, USE_TMA, EVEN_V, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PROGRAMS, MADE,
-    )
-    if RAISES:
-        # A program raises the references of its own tiles. So it must see what its own threads have stored in the
-        # guard, and need not see what other programs store.
-        tl.debug_barrier()
-        too_large = tl.load(operands.guard, volatile=True) > 0
-        make_tiles(
-            input, linear_weight, out, bias_ptr, logit_numbers, numbers, operands, products, count, too_large, n, D, V,
-            raise_reference, False, False, USE_TMA, EVEN_V, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, PROGRAMS, MADE,
-        )
-    # fmt: on
+        tiles = tl.where(tl.load(guard_ptr) > 0, tiles, 0)
+    for walk in tl.static_range(2 if RAISES else 1):
+        if walk == 1:
+            # A program raises the references of its own tiles. So it must see what its own threads have stored in the
+            # guard, and need not see what other programs store.
+            tl.debug_barrier()
+            tiles = tl.where(tl.load(operands.guard, volatile=True) > 0, tiles, 0)
+        for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
+            row_block, vocab_block = block_of_tile(tile, row_blocks, vocab_blocks, GROUP)
+            row_start = row_block * BLOCK_M
+            col_start = vocab_block * BLOCK_N
+
+            rows = row_start + tl.arange(0, BLOCK_M)
+            cols = col_start + tl.arange(0, BLOCK_N)
+            row_mask = rows < count
+            col_mask = cols < V
+            if MADE:
+                acc = load_tile(products, rows, cols, row_mask, col_mask)
+            else:
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for k in range(depth):
+                    if USE_TMA:
+                        a = input.load([row_start, k * BLOCK_K])
+                        b = linear_weight.load([col_start, k * BLOCK_K])
+                    else:
+                        ks = k * BLOCK_K + tl.arange(0, BLOCK_K)
+                        a = load_tile(input, rows, ks, row_mask, ks < D)
+                        b = load_tile(linear_weight, cols, ks, col_mask, ks < D)
+                    acc = tl.dot(a, b.T, acc)
+            for part in tl.static_range(PARTS):
+                # The store of one part runs beside the epilogue of the next, and its staging buffer is half as large.
+                products_of_part = columns_of_tile(acc, part, EPILOGUE_N)
+                part_start = col_start + part * EPILOGUE_N
+                part_cols = part_start + tl.arange(0, EPILOGUE_N)
+                part_mask = part_cols < V
+                # the last tile's second part may lie behind V, and then stores no sums
+                part_rows = rows < tl.where(part_start < V, count, 0)
+                bias = None
+                if bias_ptr is not None:
+                    bias = tl.load(bias_ptr + part_cols, mask=part_mask, other=0.0).to(tl.float32)[None, :]
+                z, dz_du = base2_logits(products_of_part, bias, logit_numbers, numbers)
+                if walk == 1:
+                    raise_reference(operands, z, rows, part_rows, part_mask, EVEN_V)
+                else:
+                    place = vocab_block * PARTS + part
+                    result = EPILOGUE(operands, z, rows, part_cols, part_rows, part_mask, place, n, V, EVEN_V)
+                    if STORED:
+                        if SLOPED:
+                            result = result * dz_du
+                        if USE_TMA:
+                            out.store([row_start, part_start], in_dtype_of(out, result, USE_TMA))
+                        else:
+                            # also writes the zeros after the valid rows, as the store through TMA does
+                            store_tile(out, result, rows, part_cols, rows < n, part_mask)
 
 
 def launch_logits_gemm(
@@ -213,14 +177,14 @@ def launch_logits_gemm(
         hidden,
         num_classes,
         EPILOGUE=EPILOGUES[type(epilogue)],
-        STORED=out is not None,
-        # the results of the other are logits, not gradients
-        SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
-        RAISES=isinstance(epilogue, ExpSum) and epilogue.guard is not None,
         USE_TMA=not isinstance(matrices[0], Matrix),
         EVEN_V=num_classes % EPILOGUE_N.value == 0,
         GROUP=tiles.group,
         PROGRAMS=programs,
+        STORED=out is not None,
+        # the results of the other are logits, not gradients
+        SLOPED=logit_options.softcap is not None and isinstance(epilogue, ExpSum | Gradient),
+        RAISES=isinstance(epilogue, ExpSum) and epilogue.guard is not None,
         MADE=products is not None,
         **tiles.options,
     )
