@@ -29,17 +29,17 @@ import torch
 
 from . import providers
 from .command import command, report_of
-from .data import Problem, first_tokens, make_problem
+from .data import Problem, make_problem
+from .loops import numbers_of_tokens, wall_time, warm_steps
 from .modes import MODES, Step, prepare
 from .report import REPOSITORY, Environment, commit_of, environment, reason_of, say, table_of
 from .run import one_compilation_per_shape
 from .shapes import Shape, parse_shapes
-from .timing import numbers_of_tokens, synchronize, wall_time
+from .timing import synchronize
 
 # N tokens, D hidden, V vocabulary
 
 MODE = MODES["fwd_bwd"]
-LONGEST_S = 60.0  # for the steps that warm up
 
 
 @dataclass
@@ -101,34 +101,24 @@ def launched(step: Step) -> list[dict]:
 
 def time_loops(rows: dict[str, HostRow], problem: Problem, fixed: bool, options: argparse.Namespace) -> None:
     """The providers take turns in every round."""
-    device, stepping, tokens, found = problem.input.device, {}, {}, {}
+    device, step_of, tokens, found = problem.input.device, {}, {}, {}
     least = problem.shape.N if fixed else min(options.least, problem.shape.N)
     for name, row in rows.items():
-        multiple = 8 if name.startswith("quack") else 1
         if fixed:
             tokens[name] = [least] * 8, [[least] * options.steps] * (2 * options.rounds)
         else:
-            loops = 2 * options.rounds
-            tokens[name] = numbers_of_tokens(least, problem.shape.N, multiple, options.steps, loops)
+            tokens[name] = numbers_of_tokens(name, least, problem.shape.N, options.steps, 2 * options.rounds)
         try:
-            stepping[name] = providers.stepping(name, MODE, dynamic=None if fixed else True)
-            deadline = time.monotonic() + LONGEST_S
-            for done, count in enumerate(tokens[name][0]):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"it compiles for each N: {done} of them took more than {LONGEST_S:.0f} s")
-                stepping[name](first_tokens(problem, count))()
+            step_of[name] = warm_steps(name, MODE, problem, tokens[name][0], None if fixed else True)
             row.version = providers.version(name)
-            row.calls = python_calls(stepping[name](first_tokens(problem, tokens[name][0][0])))
+            row.calls = python_calls(step_of[name](tokens[name][0][0]))
             found[name] = [], []
         except Exception as error:
             row.reason = reason_of(error)
         problem.clear_gradients()
     for number in range(options.rounds):
         for name in random.Random(number).sample(list(found), len(found)):
-            one, other = (
-                [stepping[name](first_tokens(problem, count)) for count in tokens[name][1][2 * number + loop]]
-                for loop in (0, 1)
-            )
+            one, other = (list(map(step_of[name], tokens[name][1][2 * number + loop])) for loop in (0, 1))
             found[name][0].extend(host_times(one, device))
             found[name][1].append(wall_time(other, device))
             problem.clear_gradients()

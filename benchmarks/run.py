@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 
 from . import providers
-from .data import IGNORED, PRIORS, SIGMA, Problem, first_tokens, load_problem, make_problem
+from .data import IGNORED, PRIORS, SIGMA, Problem, load_problem, make_problem
 from .errors import Reference, errors_of, make_reference, poison
+from .loops import numbers_of_tokens, wall_time, warm_steps
 from .memory import MIB, peak_bytes
 from .modes import Mode, Step, prepare
 from .report import Environment, Row, reason_of, say, table
 from .shapes import Shape
-from .timing import Timing, launch_to_return, numbers_of_tokens, synchronize, time_steps, wall_time
+from .timing import Timing, launch_to_return, synchronize, time_steps
 
 # Errors above these mean a wrong result. The row says so, and the provider is timed all the same.
 WRONG = {"loss": 1e-2, "dx": 5e-2, "dw": 5e-2}
@@ -109,29 +110,22 @@ def measure(
 def measure_new_n(
     shape: Shape, mode: Mode, names: list[str], settings: Settings, environment: Environment
 ) -> list[Row]:
-    """A step's wall time in loops whose steps have 64 to 2 N tokens, each another number. torch.compile is dynamic, and
-    QuACK takes multiples of 8 alone.
-    """
+    """A step's wall time in loops whose steps have 64 to 2 N tokens, each another number. torch.compile is dynamic."""
     problem, device = problem_of(shape._replace(N=2 * shape.N), settings), settings.device
     prepare(problem, mode)
-    stepping, loops, rows, walls = {}, {}, {}, {}
+    step_of, loops, rows, walls = {}, {}, {}, {}
     for name in names:
         row = rows[name] = empty_row(name, shape, mode, settings.dtype, environment=environment, seed=settings.seed)
-        multiple = 8 if name.startswith("quack") else 1
-        of_loops = STEPS_OF_LOOP, settings.rounds
+        warm, loops[name] = numbers_of_tokens(name, LEAST_TOKENS, problem.shape.N, STEPS_OF_LOOP, settings.rounds)
         try:
-            stepping[name] = providers.stepping(name, mode, dynamic=True)
-            warm, loops[name] = numbers_of_tokens(LEAST_TOKENS, problem.shape.N, multiple, *of_loops)
-            for count in warm:
-                stepping[name](first_tokens(problem, count))()
+            step_of[name] = warm_steps(name, mode, problem, warm, dynamic=True)
             row.version, walls[name] = providers.version(name), []
         except Exception as error:
             row.reason = reason_of(error)
         tidy(problem)
     for number in range(settings.rounds):
         for name in random.Random(number).sample(list(walls), len(walls)):
-            steps = [stepping[name](first_tokens(problem, count)) for count in loops[name][number]]
-            walls[name].append(wall_time(steps, device))
+            walls[name].append(wall_time(list(map(step_of[name], loops[name][number])), device))
             tidy(problem)
     for name, found in walls.items():
         middle = statistics.median(found)

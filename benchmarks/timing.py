@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,31 +21,11 @@ from .modes import Step
 
 MAX_CALLS = 2000  # the most calls in a round, which bounds the number of CUDA events if steps are very short
 CALLS_AHEAD = 60  # a stream can hold 1024 launches that have not begun
-WARM = 48  # steps before a loop over numbers of tokens, which then have every remainder modulo 16
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def numbers_of_tokens(
-    least: int, most: int, multiple: int, steps: int, loops: int
-) -> tuple[list[int], list[list[int]]]:
-    """Numbers of tokens, without repetition: those of the steps that warm up, and those of each loop."""
-    every = range(-(-least // multiple) * multiple, most + 1, multiple)
-    drawn = random.Random(0).sample(every, min(len(every), WARM + steps * loops))
-    return drawn[:WARM], [drawn[WARM + number :: loops] for number in range(loops)]
-
-
-def wall_time(steps: Sequence[Step], device: torch.device) -> float:
-    """The milliseconds of a step in a loop that waits for the GPU only at its end."""
-    synchronize(device)
-    began = time.perf_counter()
-    for step in steps:
-        step()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - began) / len(steps)
 
 
 class Timing(NamedTuple):

@@ -1,6 +1,7 @@
 """`python -m flce_ops.check` passes a correct installation and reports what is wrong."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -71,33 +72,37 @@ def test_the_exact_loss_is_that_of_all_logits_in_float64(head):
 
 def test_a_step_has_errors_and_time_beside_eager_and_compiled_torch(head, monkeypatch):
     """A CPU's compiler takes seconds: the compiled function is the eager one here."""
-    told = []
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    value, gradients, time = check.step(head, told.append)
-    assert len(told) == 4
+    told = []
+    assert_a_step_is_as_promised(check.step(head, told.append), told, [], "aten")
+
+
+def assert_a_step_is_as_promised(lines, told, units, path):
+    """`units` are those of the lines after the errors and the time."""
+    value, gradients, time, *others = lines
+    assert len(told) == 4 and len(others) == len(units) and value.path == path
     for line in (value, gradients):
         assert line.promised and all(float(cell) < 1e-2 for cell in line.numbers), line
-    assert all(cell.endswith(" ms") and float(cell[:-3]) > 0 for cell in time.numbers)
-    assert value.path == "aten"
+    assert all(cell.endswith(" ms") and float(cell[:-3]) > 0 for cell in time.numbers), time
+    for line, unit in zip(others, units):
+        assert line.promised and all(cell.endswith(unit) for cell in line.numbers), line
 
 
 # more logits than the workspace holds, or torch.compile would need as little memory
 STEP_ON_A_GPU = """
-import torch
+import json, torch
 from flce_ops import check
 
-head = check.make_head((4096, 64, 128256), torch.device("cuda")).to(torch.bfloat16)
-print(*check.step(head, lambda what: None), sep="\\n")
+head, told = check.make_head((4096, 64, 128256), torch.device("cuda")).to(torch.bfloat16), []
+print(json.dumps([check.step(head, told.append), told]))
 """
 
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_has_less_memory_than_eager_and_compiled_torch_too():
     """In a process of its own, as the command is, so that nothing of other tests is counted."""
-    value, gradients, time, memory = run_fresh(STEP_ON_A_GPU).splitlines()
-    for line in (value, gradients, memory):
-        assert "| yes | triton |" in line, line
-    assert time.count(" ms |") == memory.count(" MiB |") == 3, (time, memory)
+    lines, told = json.loads(run_fresh(STEP_ON_A_GPU).splitlines()[-1])
+    assert_a_step_is_as_promised([check.Line(*line) for line in lines], told, [" MiB"], "triton")
 
 
 def measured(milliseconds, mib, head):

@@ -188,13 +188,14 @@ def overflow_rows_kernel(
 
 def launch_overflow_rows(
     total: Sum,  # the sum to which the marked rows are added
-    matrices: list,  # tensor maps of (n, V) exponentials and (n, D) rows
+    matrices: list,  # tensor maps of (n, V) exponentials and of rows
+    rows: Tensor,  # (n, D)
     valid_tokens: ValidTokens,
     *,
     blocks: ClassBlocks,
     tiles: Tiles,
 ) -> None:
-    (n, num_classes), hidden, rows = matrices[0].shape, matrices[1].shape[1], matrices[1].base
+    (n, hidden), num_classes = rows.shape, total.numbers.shape[0]
     feature_blocks = cdiv(hidden, tiles.block_n)
     stride = min(max(multiprocessors(rows) // feature_blocks, 1), cdiv(num_classes, tiles.block_m))
     of_sum = *total, valid_tokens, blocks, n, hidden, num_classes, total.numbers.stride(0), total.exponents.stride(0)
@@ -347,7 +348,7 @@ class WeightGradient:
             self.launch(*added, True, True)
         self.launch(*added, first, last)
         if self.tiles.tma and not (first or last):
-            launch_overflow_rows(self.sum, added[0], valid_tokens, blocks=self.blocks, tiles=self.tiles)
+            launch_overflow_rows(self.sum, *added, blocks=self.blocks, tiles=self.tiles)
 
     @functools.cached_property
     def maps(self) -> list:

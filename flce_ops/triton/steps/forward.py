@@ -57,7 +57,7 @@ def launch_exponentials(
     reference_class: ReferenceClass | None = None,  # replaces the logits of these classes
 ) -> RowSums:
     _, linear_weight, _, linear_bias, _ = call.operands
-    raised, guard, backend = at_target.reference, at_target.guard, backend_for(input)
+    reference, guard, backend = at_target.reference, at_target.guard, backend_for(input)
     rows, room = input.shape[0], room_for_rows(input.shape[0])
     tiles = cdiv(linear_weight.shape[0], EPILOGUE_N.value)
     partial = torch.empty(tiles, room, dtype=torch.float32, device=input.device)
@@ -73,7 +73,7 @@ def launch_exponentials(
         stored=stored,
         reference_class=reference_class,
         guard=guard,
-        raised=raised,
+        raised=reference,
         **per_tile,
     )
 
@@ -84,7 +84,7 @@ def launch_exponentials(
     row_sum = torch.empty(rows, dtype=torch.float32, device=input.device)
     matrices = launch(sums, out if stored is None else stored.numbers)
     again = {name: part for name, part in per_tile.items() if name in AGAINST_REFERENCE}
-    sums = ExpSum(raised, None, partial, reference_class=reference_class, **again)
+    sums = ExpSum(reference, None, partial, reference_class=reference_class, **again)
     launch(sums, out, guard=guard, matrices=matrices)
     found: dict[str, Tensor] = {}
     if asked.argmax:
@@ -93,7 +93,7 @@ def launch_exponentials(
     for name, part in per_tile.items():
         if name in Asked._fields and name != "argmax":
             found[name] = weighted_column_sum(part, None)[:rows]
-    return RowSums(row_sum, raised, partial, **found)
+    return RowSums(row_sum, reference, partial, **found)
 
 
 def argmax_over_tiles(row_max: Tensor, argmax: Tensor, n: int, num_classes: int) -> tuple[Tensor, Tensor]:  # (n,) each

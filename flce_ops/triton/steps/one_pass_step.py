@@ -68,7 +68,8 @@ class OnePassStep:
         statistics = self.per_token.statistics
         asked = sums_for(Statistics(*[out is not None for out in statistics]))
         self.asked = asked._replace(logit_sum=self.per_token.objective.d_sum is not None)
-        self.own_classes = by_ranges and statistics.entropy is not None  # as forward's sums
+        # the reference replaces the GEMM's logit of its class, as in forward's sums
+        self.replaces_own = by_ranges and statistics.entropy is not None
         # the class weights of label smoothing, of the classes that this rank holds
         self.class_weight, self.d_sum = None, self.per_token.objective.d_sum
         if self.d_sum is not None and self.operands.weight is not None:
@@ -101,7 +102,7 @@ class OnePassStep:
             out=exponentials,
             asked=self.asked,
             class_weight=self.class_weight,
-            reference_class=at_target.reference_class if self.own_classes else None,
+            reference_class=at_target.reference_class if self.replaces_own else None,
         )
         self.row_sum = sums.exponentials
         # few tokens: the rows of grad_linear_weight of their targets are made more exact
