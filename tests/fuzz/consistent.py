@@ -52,8 +52,9 @@ def with_its_options(case: Case) -> Case:
         # infinite logits lead to 0 log 0 in either distribution, and to infinite losses times a scale
         new["bias"] = "normal"
     computed = case.mode in ("vmap", "func", "func_twice") or case.function == "metrics"
-    if case.bias == "-inf" and computed and case.token_weight == "some zero":
-        new["token_weight"] = "uniform"  # documented: a token weight of 0 times the inf of label smoothing
+    infinite_loss = case.bias == "-inf" or (case.function == "kl_div" and case.teacher == "sparse probs")
+    if infinite_loss and computed and case.token_weight == "some zero":
+        new["token_weight"] = "uniform"  # documented: a token weight of 0 times an infinite loss
     capped = case.softcap is not None or case.learnt == "softcap"
     if capped and case.data == "shifted" and new.get("label_smoothing", case.label_smoothing) == 1.0:
         new["label_smoothing"] = 0.5  # logits that are all at the cap would have no gradient but roundings

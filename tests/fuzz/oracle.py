@@ -250,7 +250,8 @@ def reduced(case: Case, losses: Tensor, at: Tensors, count: Tensor) -> Tensor:
     losses = torch.where(valid, losses, 0.0)
     if "token_weight" in at:
         weight = at["token_weight"]
-        if not weight.requires_grad:  # leaves out tokens of weight 0, also with infinite losses
+        if not weight.requires_grad or case.mode in ("no_grad", "inference_mode"):
+            # leaves out tokens of weight 0, also with infinite losses
             losses = torch.where((weight == 0.0) & ~losses.isfinite(), 0.0, losses)
         losses = losses * torch.where(valid, weight, 0.0)
     if case.reduction == "none":
