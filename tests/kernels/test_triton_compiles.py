@@ -162,6 +162,32 @@ def test_kernels_of_objectives_compile_for_a_gpu():
     run_fresh(ON_META + OBJECTIVES, "90", "256", "64", "1000")
 
 
+GUARD = """
+import re
+read_once = []
+
+def look(kernel, grid, args, options):
+    if kernel.__name__ == "logits_gemm_kernel" and options["RAISES"]:
+        ptx = kernel.jit.warmup(*args, grid=grid, **options).asm["ptx"]
+        after = ptx[re.search(r"atom[.]global.*max[.]s32", ptx).end():]
+        steps = re.findall(r"st[.]shared|bar[.]sync|ld[.]shared|bra ", after)
+        read_once.append(steps[:3] == ["st.shared", "bar.sync", "ld.shared"])
+        assert "volatile" not in ptx
+
+loss()
+loss(class_weight=per_class, label_smoothing=0.1)
+assert read_once == [True, True], read_once
+"""
+
+
+@pytest.mark.parametrize("hidden", [64, 63])  # with tensor maps, and by pointers
+def test_the_guard_of_a_rescue_is_read_once_for_all_threads_of_a_program(hidden):
+    """Triton does an atomic operation on a scalar in one thread, and all read its result in shared memory. A load would
+    be one per thread, while other programs store.
+    """
+    run_fresh(ON_META + GUARD, "90", "256", str(hidden), "1000")
+
+
 EVERY_KERNEL = """
 from flce_ops.support.workspace import set_workspace
 
