@@ -205,12 +205,11 @@ def second_line(
         if name == "tail":  # documented: it ends at the dtype's eps
             rounding += 2.0 * unit(fine) * math.sqrt(truth[name].numel())
         case = problem.case
-        if case.function == "kl_div" and case.data == "tiny" and case.bias and on_triton(problem):
-            # plain torch's logits are the biases, exactly; stored ones are within 2^-12 of their distance (documented)
-            rounding += 2.0**-10 * norm(truth[name])
-        if "learnt" in name and case.data == "tiny" and case.bias and case.function != "kl_div" and on_triton(problem):
-            # plain torch's logits are exact here, too, and G of a bias is summed as its entries are rounded
-            rounding += 2.0**-9 * size
+        if case.data == "tiny" and case.bias and on_triton(problem):  # plain torch's logits are the biases, exactly
+            if case.function == "kl_div":  # documented: stored ones are within 2^-12 of their distance
+                rounding += 2.0**-10 * norm(truth[name])
+            elif "learnt" in name:  # documented: a sum of entries of G as they are rounded
+                rounding += 2.0**-9 * size
         if case.function == "kl_div" and case.softcap and on_triton(problem):
             # documented: stored logits are within 2^-12 of their distance from the largest, here before the cap
             rounding += 2.0**-11 * spread_in_caps(problem) * norm(truth[name])

@@ -16,16 +16,15 @@ from flce_ops.triton.gemm.logits_gemm import launch_logits_gemm
 from flce_ops.triton.gemm.tiles import multiprocessors, tiles_for
 from flce_ops.triton.rows.valid_tokens import ValidTokens
 
-hidden, largest = int(sys.argv[1]), 64.0
-order = torch.arange(2048, device="cuda", dtype=torch.int32)
-x = torch.zeros(2048, hidden, device="cuda", dtype=torch.bfloat16)
+hidden, tokens, largest = int(sys.argv[1]), 2048, 64.0
+order = torch.arange(tokens, device="cuda", dtype=torch.int32)
+x = torch.zeros(tokens, hidden, device="cuda", dtype=torch.bfloat16)
 tiles, programs = tiles_for(x), multiprocessors(x)
-row_blocks = 2048 // tiles.block_m
-classes = tiles.block_n * programs // math.gcd(row_blocks, programs)  # as many tiles for each program
+classes = tiles.block_n * programs // math.gcd(tokens // tiles.block_m, programs)  # as many tiles for each program
 w = torch.zeros(classes, hidden, device="cuda", dtype=torch.bfloat16)
 x[:, 0], w[:, 0], w[-1, 0] = 1.0, -9.0, largest
-rows = ValidTokens(order, torch.full((), 2048, device="cuda", dtype=torch.int32), 0)
-reference, wrong = torch.zeros(2048, device="cuda"), torch.zeros((), device="cuda", dtype=torch.int64)
+rows = ValidTokens(order, torch.full((), tokens, device="cuda", dtype=torch.int32), 0)
+reference, wrong = torch.zeros(tokens, device="cuda"), torch.zeros((), device="cuda", dtype=torch.int64)
 for step in range(2001):
     guard, raised = torch.zeros((), device="cuda", dtype=torch.int32), reference.clone()
     launch_logits_gemm(
