@@ -137,6 +137,19 @@ def test_the_gradient_of_a_scale_under_a_saturated_softcap(device, dtype):
     assert ours < 0.1 * plain
 
 
+@pytest.mark.parametrize("name", SCALED)
+def test_the_scale_of_a_frozen_float16_head_needs_no_loss_scale(device, name):
+    """Most entries of the logit gradient of this mean are below float16's smallest number."""
+    made, errors = make_inputs((700, 32, 1500), device=device, dtype=torch.float16, bias=True, requires_grad=False), []
+    exact = SCALED[name](*made.clone(torch.float64).args, right := number(0.5, device), {}).mean()
+    exact = torch.autograd.grad(exact, right)[0]
+    for made_here in (made, made.clone(torch.float32)):
+        scale = number(0.5, device, torch.float32)
+        loss = SCALED[name](*made_here.args, scale, {}).mean()
+        errors.append(error(torch.autograd.grad(loss / 64, scale)[0].double() * 64, exact))
+    assert errors[0] < 2e-3 and errors[1] < 1e-5, errors
+
+
 def test_a_scale_of_0_gets_its_derivative(device):
     inputs, scale, right = example(device, bias=True), number(0.0, device), number(0.0, device)
     loss = flce_ops.linear_cross_entropy(*inputs.args, logit_scale=scale)

@@ -36,7 +36,7 @@ from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
 from ...support.sizes import cdiv
-from ..gemm.input_gradient import TILE_OVERHEAD, float32_memory
+from ..gemm.input_gradient import TILE_OVERHEAD, Finish, float32_memory
 from ..gemm.tiles import EPILOGUE_N, Tiles, matrix_of, tiles_for
 from ..rows.after_chunks import LossSum
 from ..rows.copy_rows import launch_copy_rows, with_padded_features
@@ -52,7 +52,14 @@ from ..steps.chunks import (
     problem_of,
     record_chunks,
 )
-from ..steps.gradients import ChunkGradient, GradientGemms, Gradients, finish_step, wanted_gradients
+from ..steps.gradients import (
+    ChunkGradient,
+    GradientGemms,
+    Gradients,
+    finish_step,
+    powers_for_float16,
+    wanted_gradients,
+)
 from .divergence_rows import Entries, RowResults, Rows, Softmax, share_denominators
 
 # N tokens, n rows of a chunk or of a part of it, D and E hidden sizes of student and teacher, V vocabulary (of this
@@ -100,8 +107,12 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     known = RowResults(*(None if numbers is None or not numbers.numel() else numbers for numbers in of_rows))
     with torch.cuda.device_of(call.operands.input):
         valid_tokens, place = prepared(call)
-        gradients = wanted_gradients(outputs, call)
-        chunks = KlDivStep(call, valid_tokens, gradients, RowResults(), call.grad, known).run()
+        gradients, inverse = wanted_gradients(outputs, call), None
+        if call.operands.input.dtype == torch.float16:
+            scale, input = call.options.logit_scale, call.operands.input
+            power, inverse = powers_for_float16(call.grad.abs(), scale, input, gradients)
+            call.grad = call.grad * power
+        chunks = KlDivStep(call, valid_tokens, gradients, RowResults(), call.grad, known, inverse).run()
         finish_step(outputs, gradients, valid_tokens, place, call)
     record_chunks(call, call.operands.linear_weight, chunks)
     return outputs
@@ -175,6 +186,7 @@ class KlDivStep:
     results: RowResults
     row_scale: Tensor | None = None  # (N,), for G
     known: RowResults | None = None  # what forward returned
+    inverse: Tensor | None = None  # (N,) 1 / f, if row_scale is f times itself
 
     def __post_init__(self) -> None:
         self.operands, self.options = self.call.operands, self.call.options
@@ -225,7 +237,13 @@ class KlDivStep:
             self.run_part(valid_tokens.of(part), tokens[part], logits[part])
         if self.row_scale is None:
             return None
-        return ChunkGradient(logits.view(tokens.dtype), memory=float32_memory(self.logits[n:]))
+        memory = float32_memory(self.logits[n:])
+        if self.inverse is None:
+            return ChunkGradient(logits.view(tokens.dtype), memory=memory)
+        factor = self.inverse[valid_tokens.order]
+        if self.gradients.linear_weight is not None:
+            tokens.mul_(factor[:, None])
+        return ChunkGradient(logits.view(tokens.dtype), Finish(factor), memory, factor)
 
     def run_part(
         self,

@@ -33,7 +33,7 @@ from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
 from .chunks import best_chunking, contiguous, make_vectors_contiguous, padded, problem_of, record_chunks
-from .gradients import ChunkGradient, GradientGemms, Gradients, finish_step, wanted_gradients
+from .gradients import ChunkGradient, GradientGemms, Gradients, finish_step, powers_for_float16, wanted_gradients
 from .one_pass_step import StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -85,6 +85,9 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
     gemms = GradientGemms(gradients, input, linear_weight, chunking.chunks, call.batch_invariant, adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse_pair, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
+    inverse = None
+    if input.dtype == torch.float16:
+        known, inverse = enlarged(known, class_weight, call, gradients)
     memory = input.new_empty(chunking.chunks[0].stop, padded(num_classes, input.dtype.itemsize))
 
     def make_gradient(chunk: slice, here: ValidTokens, rows: Tensor) -> ChunkGradient:
@@ -103,9 +106,29 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
             others = slice(first_new, rows.shape[0])
             make_again(call, rows[others], factors.of(others), at_target, here.of(others), out=gradient[others])
         launch_set_entries(gradient, at_target.column, entry, here)
-        return ChunkGradient(gradient, Finish(None, largest, residual))
+        if inverse is None:
+            return ChunkGradient(gradient, Finish(None, largest, residual))
+        factor = inverse[here.order]
+        if gradients.linear_weight is not None:
+            rows.mul_(factor[:, None])
+        return ChunkGradient(gradient, Finish(factor, largest, residual * factor), bias_factor=factor)
 
     return gemms.run(chunking, valid_tokens, make_gradient)
+
+
+def enlarged(
+    known: KnownRows, class_weight: Tensor | None, call: Backward, gradients: Gradients
+) -> tuple[KnownRows, Tensor]:
+    """The cotangents times f, and 1 / f (N,): powers_for_float16."""
+    names = "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_log_prob"
+    grads = {name: grad for name in names if (grad := getattr(known, name)) is not None}
+    sizes = [grad.abs().reshape(grad.shape[0], -1).sum(1) for grad in grads.values()]
+    factor = sum(sizes, known.lse_pair.new_zeros(known.lse_pair.shape[0]))
+    if class_weight is not None:  # times which grad_logit_sum is added
+        factor = factor * class_weight.abs().amax().clamp(min=1.0)
+    power, inverse = powers_for_float16(factor, call.logits.logit_scale, call.operands.input, gradients)
+    larger = {name: grad * (power if grad.dim() == 1 else power[:, None]) for name, grad in grads.items()}
+    return known._replace(**larger), inverse
 
 
 def make_again(
