@@ -205,7 +205,9 @@ def second_line(
         if name == "tail":  # documented: it ends at the dtype's eps
             rounding += 2.0 * unit(fine) * math.sqrt(truth[name].numel())
         case = problem.case
-        if case.data == "tiny" and case.bias and on_triton(problem):  # plain torch's logits are the biases, exactly
+        # plain torch's logits are the biases, or 0, exactly
+        exact_logits = case.data == "tiny" and case.bias or case.logit_scale == 0.0
+        if exact_logits and on_triton(problem):
             if case.function == "kl_div":  # documented: stored ones are within 2^-12 of their distance
                 rounding += 2.0**-10 * norm(truth[name])
             elif "learnt" in name:  # documented: a sum of entries of G as they are rounded
