@@ -36,7 +36,7 @@ from ...meta.arguments import KlDivBackward, KlDivForward, KlDivWithGrad
 from ...meta.call import takes
 from ...objectives.divergence import DIVERGENCES, ForwardKL
 from ...support.sizes import cdiv
-from ..gemm.input_gradient import TILE_OVERHEAD, Finish, float32_memory
+from ..gemm.input_gradient import TILE_OVERHEAD, float32_memory
 from ..gemm.tiles import EPILOGUE_N, Tiles, matrix_of, tiles_for
 from ..rows.after_chunks import LossSum
 from ..rows.copy_rows import launch_copy_rows, with_padded_features
@@ -225,7 +225,7 @@ class KlDivStep:
     def run(self) -> list[slice]:
         """Returns the chunks."""
         of_head, by_ranges = (self.operands.input, self.operands.linear_weight), self.options.batch_invariant
-        gemms = GradientGemms(self.gradients, *of_head, self.chunking.chunks, by_ranges)
+        gemms = GradientGemms(self.gradients, *of_head, self.chunking.chunks, by_ranges, inverse=self.inverse)
         return gemms.run(self.chunking, self.valid_tokens, self.run_chunk)
 
     def run_chunk(self, chunk: slice, valid_tokens: ValidTokens, tokens: Tensor) -> ChunkGradient | None:
@@ -237,13 +237,7 @@ class KlDivStep:
             self.run_part(valid_tokens.of(part), tokens[part], logits[part])
         if self.row_scale is None:
             return None
-        memory = float32_memory(self.logits[n:])
-        if self.inverse is None:
-            return ChunkGradient(logits.view(tokens.dtype), memory=memory)
-        factor = self.inverse[valid_tokens.order]
-        if self.gradients.linear_weight is not None:
-            tokens.mul_(factor[:, None])
-        return ChunkGradient(logits.view(tokens.dtype), Finish(factor), memory, factor)
+        return ChunkGradient(logits.view(tokens.dtype), memory=float32_memory(self.logits[n:]))
 
     def run_part(
         self,

@@ -81,13 +81,13 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
     num_classes = linear_weight.shape[0]
     of_step = valid_tokens.order.shape[0], linear_weight, call.output_mask
     chunking = best_chunking(problem_of(*of_step, batch_invariant=call.batch_invariant))
-    adds = isinstance(call, BackwardInPlace)
-    gemms = GradientGemms(gradients, input, linear_weight, chunking.chunks, call.batch_invariant, adds)
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse_pair, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
     inverse = None
     if input.dtype == torch.float16:
         known, inverse = enlarged(known, class_weight, call, gradients)
+    adds = isinstance(call, BackwardInPlace)
+    gemms = GradientGemms(gradients, input, linear_weight, chunking.chunks, call.batch_invariant, adds, inverse)
     memory = input.new_empty(chunking.chunks[0].stop, padded(num_classes, input.dtype.itemsize))
 
     def make_gradient(chunk: slice, here: ValidTokens, rows: Tensor) -> ChunkGradient:
@@ -106,12 +106,7 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
             others = slice(first_new, rows.shape[0])
             make_again(call, rows[others], factors.of(others), at_target, here.of(others), out=gradient[others])
         launch_set_entries(gradient, at_target.column, entry, here)
-        if inverse is None:
-            return ChunkGradient(gradient, Finish(None, largest, residual))
-        factor = inverse[here.order]
-        if gradients.linear_weight is not None:
-            rows.mul_(factor[:, None])
-        return ChunkGradient(gradient, Finish(factor, largest, residual * factor), bias_factor=factor)
+        return ChunkGradient(gradient, Finish(None, largest, residual))
 
     return gemms.run(chunking, valid_tokens, make_gradient)
 

@@ -128,6 +128,7 @@ class GradientGemms:
     chunks: list[slice]  # all of the step
     by_ranges: bool  # V is split into ranges for grad_input: input_gradient.py
     adds: bool = False  # the weight's gradient is added to what its memory holds
+    inverse: Tensor | None = None  # (N,) 1 / f, if the matrices are f G: powers_for_float16
 
     def __post_init__(self) -> None:
         grad_input, grad_weight, *_ = self.gradients
@@ -159,6 +160,12 @@ class GradientGemms:
         self, gradient: ChunkGradient, chunk: slice, valid_tokens: ValidTokens, rows: Tensor, numbers: int
     ) -> None:
         (matrix, finish, memory, bias_factor, of_targets), grad_input = gradient, self.gradients.input
+        if self.inverse is not None:
+            bias_factor = self.inverse[valid_tokens.order]
+            residual = None if finish.residual is None else finish.residual * bias_factor
+            finish = finish._replace(row_factor=bias_factor, residual=residual)
+            if self.weight_gradient is not None:
+                rows.mul_(bias_factor[:, None])
         if self.gradients.bias_sum is not None:
             self.gradients.bias_sum.add_(weighted_column_sum(matrix, bias_factor, valid_tokens))
         if self.weight_gradient is not None:
