@@ -52,7 +52,8 @@ def launch_logits(
 class MatmulWeightGradient:
     """grad_linear_weight of a step of one or several chunks, as weight_gradient.WeightGradient."""
 
-    def __init__(self, out: Tensor, tokens: int, chunks: int, adds: bool = False) -> None:
+    def __init__(self, out: Tensor, tokens: int, chunks: int, adds: bool = False, factor: Tensor | None = None) -> None:
+        assert factor is None  # for float16 alone, whose products matmul.py does not make
         self.out, self.tokens, self.adds, self.blocks = out, tokens, adds, EVERY_BLOCK
         self.sum = out.new_zeros(out.shape, dtype=torch.float32)
 

@@ -124,6 +124,13 @@ def scaled_products(products, exponent_ptr, mask, guard_ptr, room):
     return tl.where(exceeds, 0.0, products)
 
 
+@triton.jit
+def times(products, factor_ptr):
+    if factor_ptr is not None:
+        products *= tl.load(factor_ptr)
+    return products
+
+
 LOOK = 16  # blocks of classes whose marks are read at once
 
 
@@ -134,6 +141,7 @@ def overflow_rows_kernel(
     sum_ptr,  # (V, D) float16
     exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks a row
     guard_ptr,  # () int32, nonzero if any row is marked
+    factor_ptr,  # () float32 of the products; None for 1
     valid_tokens,  # ValidTokens
     blocks,  # ClassBlocks
     n,
@@ -178,6 +186,7 @@ def overflow_rows_kernel(
                         a = exponentials_map.load([k * BLOCK_K, class_start])
                         b = rows_map.load([k * BLOCK_K, feature_block * BLOCK_N])
                         acc = tl.dot(a.T, b, acc)
+                    acc = times(acc, factor_ptr)
                     places = sum_ptr + classes.to(tl.int64)[:, None] * stride_sum_v + features[None, :]
                     of_sum = mask & (features < D)[None, :]
                     acc += power_of_two(scales & -2) * tl.load(places, mask=of_sum, other=0.0).to(tl.float32)
@@ -192,13 +201,24 @@ def launch_overflow_rows(
     rows: Tensor,  # (n, D)
     valid_tokens: ValidTokens,
     *,
+    factor: Tensor | None,  # ()
     blocks: ClassBlocks,
     tiles: Tiles,
 ) -> None:
     (n, hidden), num_classes = rows.shape, total.numbers.shape[0]
     feature_blocks = cdiv(hidden, tiles.block_n)
     stride = min(max(multiprocessors(rows) // feature_blocks, 1), cdiv(num_classes, tiles.block_m))
-    of_sum = *total, valid_tokens, blocks, n, hidden, num_classes, total.numbers.stride(0), total.exponents.stride(0)
+    of_sum = (
+        *total,
+        factor,
+        valid_tokens,
+        blocks,
+        n,
+        hidden,
+        num_classes,
+        total.numbers.stride(0),
+        total.exponents.stride(0),
+    )
     overflow_rows_kernel[(feature_blocks * stride,)](*matrices, *of_sum, LOOK=LOOK, **tiles.options)
 
 
@@ -212,6 +232,7 @@ def weight_gradient_kernel(
     result_ptr,  # (V, D) out, in the memory of the sum
     exponent_ptr,  # (blocks of features, V) uint8 exponents of the scales; bit 0 marks an overflowed row
     guard_ptr,  # () int32, nonzero if any row is marked
+    factor_ptr,  # () float32 of the products; None for 1
     valid_tokens,  # ValidTokens
     blocks,  # ClassBlocks
     n,
@@ -273,6 +294,7 @@ def weight_gradient_kernel(
                 a = load_tile(exponentials, ks, classes, ks < count, class_mask)
                 b = load_tile(rows, ks, features, ks < count, features < D)
             acc = tl.dot(a.T, b, acc)
+        acc = times(acc, factor_ptr)
 
         if MEMORY_ADDS:
             acc = scaled_products(acc, exponent_places[:, None], class_mask[:, None], guard_ptr, room)
@@ -316,6 +338,7 @@ class WeightGradient:
     tokens: int  # of all chunks
     chunks: int  # the most chunks that the tokens take; 1 with `adds`
     adds: bool = False  # the gradient is added to what `out` holds
+    factor: Tensor | None = None  # () float32, of the products
     blocks: ClassBlocks = EVERY_BLOCK
 
     def __post_init__(self) -> None:
@@ -348,7 +371,7 @@ class WeightGradient:
             self.launch(*added, True, True)
         self.launch(*added, first, last)
         if self.tiles.tma and not (first or last):
-            launch_overflow_rows(self.sum, *added, blocks=self.blocks, tiles=self.tiles)
+            launch_overflow_rows(self.sum, *added, factor=self.factor, blocks=self.blocks, tiles=self.tiles)
 
     @functools.cached_property
     def maps(self) -> list:
@@ -375,6 +398,7 @@ class WeightGradient:
             total.numbers,
             out,
             *total[1:],
+            self.factor,
             valid_tokens,
             self.blocks,
             n,

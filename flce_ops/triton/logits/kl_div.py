@@ -107,12 +107,8 @@ def launch_kl_div_backward(call: KlDivBackward) -> meta.Gradients:
     known = RowResults(*(None if numbers is None or not numbers.numel() else numbers for numbers in of_rows))
     with torch.cuda.device_of(call.operands.input):
         valid_tokens, place = prepared(call)
-        gradients, inverse = wanted_gradients(outputs, call), None
-        if call.operands.input.dtype == torch.float16:
-            scale, input = call.options.logit_scale, call.operands.input
-            power, inverse = powers_for_float16(call.grad.abs(), scale, input, gradients)
-            call.grad = call.grad * power
-        chunks = KlDivStep(call, valid_tokens, gradients, RowResults(), call.grad, known, inverse).run()
+        gradients = wanted_gradients(outputs, call)
+        chunks = KlDivStep(call, valid_tokens, gradients, RowResults(), call.grad, known).run()
         finish_step(outputs, gradients, valid_tokens, place, call)
     record_chunks(call, call.operands.linear_weight, chunks)
     return outputs
@@ -186,7 +182,6 @@ class KlDivStep:
     results: RowResults
     row_scale: Tensor | None = None  # (N,), for G
     known: RowResults | None = None  # what forward returned
-    inverse: Tensor | None = None  # (N,) 1 / f, if row_scale is f times itself
 
     def __post_init__(self) -> None:
         self.operands, self.options = self.call.operands, self.call.options
@@ -195,6 +190,13 @@ class KlDivStep:
         self.classes = self.operands.linear_weight.shape[0]
         # (T, n') float32 of a part: maxima of each model's tiles; under a softcap those of both; sums
         self.matrices = 1 + (teacher_input is not None) + (self.options.softcap is not None) + self.kind.sums
+        self.powers = None
+        if self.row_scale is not None and input.dtype == torch.float16:
+            bound, probs = self.row_scale.abs(), self.operands.teacher_probs
+            if probs is not None:  # they may be weighted, and G has entries of them and of their sum
+                bound = bound * torch.linalg.vector_norm(probs, 1, 1, dtype=torch.float32).clamp(min=1.0)
+            power, self.powers = powers_for_float16(bound, self.options.logit_scale, self.valid_tokens)
+            self.row_scale = self.row_scale * power
         self.chunking, beside = self.divide()
         self.dtype = torch.int16 if input.dtype.itemsize == 2 else input.dtype
         columns, most = padded(self.classes, input.dtype.itemsize), self.chunking.chunks[0].stop
@@ -225,7 +227,7 @@ class KlDivStep:
     def run(self) -> list[slice]:
         """Returns the chunks."""
         of_head, by_ranges = (self.operands.input, self.operands.linear_weight), self.options.batch_invariant
-        gemms = GradientGemms(self.gradients, *of_head, self.chunking.chunks, by_ranges, inverse=self.inverse)
+        gemms = GradientGemms(self.gradients, *of_head, self.chunking.chunks, by_ranges, powers=self.powers)
         return gemms.run(self.chunking, self.valid_tokens, self.run_chunk)
 
     def run_chunk(self, chunk: slice, valid_tokens: ValidTokens, tokens: Tensor) -> ChunkGradient | None:

@@ -33,7 +33,15 @@ from ..rows.valid_tokens import ValidTokens, compact_tokens
 from ..sparse.sparse_or_dense import is_sparse, sparse_notes
 from ..sparse.sparse_step import run_spans
 from .chunks import best_chunking, contiguous, make_vectors_contiguous, padded, problem_of, record_chunks
-from .gradients import ChunkGradient, GradientGemms, Gradients, finish_step, powers_for_float16, wanted_gradients
+from .gradients import (
+    ChunkGradient,
+    GradientGemms,
+    Gradients,
+    RowPowers,
+    finish_step,
+    powers_for_float16,
+    wanted_gradients,
+)
 from .one_pass_step import StepTokens
 
 # N tokens, n rows of a chunk, D hidden, V vocabulary
@@ -83,11 +91,11 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
     chunking = best_chunking(problem_of(*of_step, batch_invariant=call.batch_invariant))
     class_weight = weight.float() if weight is not None and call.cotangents.grad_logit_sum is not None else None
     known = KnownRows(call.lse_pair, call.expected_log_prob, *call.cotangents, call.grad_expected_log_prob)
-    inverse = None
+    powers = None
     if input.dtype == torch.float16:
-        known, inverse = enlarged(known, class_weight, call, gradients)
+        known, powers = enlarged(known, class_weight, logit_options.logit_scale, valid_tokens)
     adds = isinstance(call, BackwardInPlace)
-    gemms = GradientGemms(gradients, input, linear_weight, chunking.chunks, call.batch_invariant, adds, inverse)
+    gemms = GradientGemms(gradients, input, linear_weight, chunking.chunks, call.batch_invariant, adds, powers)
     memory = input.new_empty(chunking.chunks[0].stop, padded(num_classes, input.dtype.itemsize))
 
     def make_gradient(chunk: slice, here: ValidTokens, rows: Tensor) -> ChunkGradient:
@@ -112,18 +120,18 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
 
 
 def enlarged(
-    known: KnownRows, class_weight: Tensor | None, call: Backward, gradients: Gradients
-) -> tuple[KnownRows, Tensor]:
-    """The cotangents times f, and 1 / f (N,): powers_for_float16."""
+    known: KnownRows, class_weight: Tensor | None, logit_scale: Tensor | None, valid_tokens: ValidTokens
+) -> tuple[KnownRows, RowPowers]:
+    """Multiplies each token's cotangents by a power of two, so that its row of G fits float16."""
     names = "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_log_prob"
     grads = {name: grad for name in names if (grad := getattr(known, name)) is not None}
     sizes = [grad.abs().reshape(grad.shape[0], -1).sum(1) for grad in grads.values()]
-    factor = sum(sizes, known.lse_pair.new_zeros(known.lse_pair.shape[0]))
-    if class_weight is not None:  # times which grad_logit_sum is added
-        factor = factor * class_weight.abs().amax().clamp(min=1.0)
-    power, inverse = powers_for_float16(factor, call.logits.logit_scale, call.operands.input, gradients)
-    larger = {name: grad * (power if grad.dim() == 1 else power[:, None]) for name, grad in grads.items()}
-    return known._replace(**larger), inverse
+    bound = sum(sizes, known.lse_pair.new_zeros(known.lse_pair.shape[0]))
+    if class_weight is not None:  # G has grad_logit_sum times these
+        bound = bound * class_weight.abs().amax().clamp(min=1.0)
+    power, powers = powers_for_float16(bound, logit_scale, valid_tokens)
+    multiplied = {name: grad * (power if grad.dim() == 1 else power[:, None]) for name, grad in grads.items()}
+    return known._replace(**multiplied), powers
 
 
 def make_again(

@@ -6,7 +6,6 @@ for each chunk:     rows = its valid tokens; G         by the step: one_pass_ste
                     grad_input[rows] = G @ linear_weight                                          input_gradient.py
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,7 +88,7 @@ def write_input_gradient(
 class ChunkGradient(NamedTuple):
     """What a step makes of a chunk: G, or E with G = c E by rows, where the chunk's tokens are c times themselves."""
 
-    matrix: Tensor  # (n, V), G or E
+    matrix: Tensor  # (n, V), G or E; f G in float16
     finish: Finish = Finish()  # what the GEMM of grad_input adds to its product; c, if the matrix is E
     memory: Tensor | None = None  # flat float32 that products may use
     bias_factor: Tensor | None = None  # (n,), c for the bias's sum; None for 1
@@ -97,25 +96,33 @@ class ChunkGradient(NamedTuple):
     of_targets: tuple[Tensor, Tensor] | None = None
 
 
+class RowPowers(NamedTuple):
+    """Takes back the powers of two f by which rows of G were multiplied in float16.
+
+    grad_input = (f G) @ linear_weight / f        grad_linear_weight = (f G).T @ (F / f input) / F, F the least f
+    """
+
+    inverse: Tensor  # (N,) 1 / f
+    ratio: Tensor  # (N,) F / f, at most 1; 1 for all tokens of a mean
+    inverse_least: Tensor  # () 1 / F
+
+
 def powers_for_float16(
-    factor: Tensor,  # (N,), what a row of G is at most, but for logit_scale
+    bound: Tensor,  # (N,), of the entries of a row of G / logit_scale, but for a factor of about log V
     logit_scale: Tensor | None,  # ()
-    input: Tensor,  # (N, D)
-    gradients: Gradients,
-) -> tuple[Tensor, Tensor]:
-    """(N,) powers of two f, and 1 / f. The largest entries of f G are about 4; f = 1 where those of G are larger.
+    valid_tokens: ValidTokens,
+) -> tuple[Tensor, RowPowers]:
+    """f (N,): bound f is 2 to 4, so that f G stays in float16's range; 1 if the bound is larger.
 
     float16 ends at 6e-8, and without a loss scale most entries of a mean's G are below that. In the mean over 2048
-    tokens they were 1.7 % of the input's gradient and more than all of the scale's, whose terms cancel.
-    grad_linear_weight is (f G).T @ (input / f), so the largest feature of a token stays above 2^-11 there.
+    tokens the lost ones were 1.7 % of the input's gradient, and more than all of the scale's, whose terms cancel.
     """
-    size = factor if logit_scale is None else factor * logit_scale.abs()
-    exponent = 3 - torch.frexp(size).exponent
-    if gradients.linear_weight is not None:
-        largest = torch.linalg.vector_norm(input, math.inf, 1).float()
-        exponent = torch.minimum(exponent, torch.frexp(largest).exponent + 10)
-    power = ((exponent.clamp(0, 100) + 127) << 23).view(torch.float32)
-    return power, 1.0 / power
+    size = bound if logit_scale is None else bound * logit_scale.abs()
+    exponent = torch.where(size == 0.0, 100, (2 - torch.frexp(size).exponent).clamp(0, 100))
+    power = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)  # 2^exponent, by its bits
+    valid = torch.arange(size.shape[0], device=size.device) < valid_tokens.total
+    least = torch.where(valid, power[valid_tokens.order], 2.0**100).amin()
+    return power, RowPowers(1.0 / power, least / power, 1.0 / least)
 
 
 @dataclass(eq=False)
@@ -128,7 +135,7 @@ class GradientGemms:
     chunks: list[slice]  # all of the step
     by_ranges: bool  # V is split into ranges for grad_input: input_gradient.py
     adds: bool = False  # the weight's gradient is added to what its memory holds
-    inverse: Tensor | None = None  # (N,) 1 / f, if the matrices are f G: powers_for_float16
+    powers: RowPowers | None = None  # given if the matrices are f G
 
     def __post_init__(self) -> None:
         grad_input, grad_weight, *_ = self.gradients
@@ -138,8 +145,10 @@ class GradientGemms:
         self.apart = self.input.new_empty(most_rows, hidden) if grad_input is None else None
         self.input_blocks, self.weight_gradient = EVERY_BLOCK, None
         if grad_weight is not None:
-            made = backend_for(self.input).weight_gradient
-            self.weight_gradient = made(grad_weight, tokens, 1 if self.adds else len(self.chunks), self.adds)
+            made, factor = backend_for(self.input).weight_gradient, None
+            if self.powers is not None:
+                factor = self.powers.inverse_least
+            self.weight_gradient = made(grad_weight, tokens, 1 if self.adds else len(self.chunks), self.adds, factor)
 
     def run(
         self,
@@ -160,12 +169,13 @@ class GradientGemms:
         self, gradient: ChunkGradient, chunk: slice, valid_tokens: ValidTokens, rows: Tensor, numbers: int
     ) -> None:
         (matrix, finish, memory, bias_factor, of_targets), grad_input = gradient, self.gradients.input
-        if self.inverse is not None:
-            bias_factor = self.inverse[valid_tokens.order]
-            residual = None if finish.residual is None else finish.residual * bias_factor
-            finish = finish._replace(row_factor=bias_factor, residual=residual)
+        if self.powers is not None:
+            assert finish.row_factor is None and bias_factor is None and of_targets is None
+            bias_factor = inverse = self.powers.inverse[valid_tokens.order]
+            residual = None if finish.residual is None else finish.residual * inverse
+            finish = finish._replace(row_factor=inverse, residual=residual)
             if self.weight_gradient is not None:
-                rows.mul_(bias_factor[:, None])
+                rows.mul_(self.powers.ratio[valid_tokens.order, None])
         if self.gradients.bias_sum is not None:
             self.gradients.bias_sum.add_(weighted_column_sum(matrix, bias_factor, valid_tokens))
         if self.weight_gradient is not None:

@@ -1,0 +1,124 @@
+"""Gradients of losses that were not scaled in float16, which ends at 6e-8: Triton in the interpreter, against float64.
+
+Nearly all entries of these logit gradients are below that. The results that are float32, the gradient of a learnt scale
+and a main_grad, show what the kernels lose; those in float16 may have their own rounding besides.
+"""
+
+# N tokens, D hidden, V vocabulary
+
+import pytest
+import torch
+from inputs import scalars
+from marks import IN_INTERPRETER
+from reference_divergence import make_pair
+from reference_loss import error
+from test_kl_div_operator import inner_args
+from test_triton_interpreter import double
+from test_triton_saved_logits import case
+
+import flce_ops
+from flce_ops import aten
+from flce_ops.aten import kl_div as aten_kl_div
+from flce_ops.triton import launch_backward, launch_backward_in_place
+from flce_ops.triton.logits import kl_div
+from flce_ops.triton.steps.chunks import best_chunking
+
+pytestmark = IN_INTERPRETER
+
+SHAPE = (150, 24, 300)
+PAIR = (37, 35, 24, 131)  # N, D, hidden of the teacher, V
+SMALL = 2.0**-20
+OF_ALL = [True, True, True]
+LOST = 5e-4  # of what is float32
+OPTIONS = {"plain": {}, "softcap": {"softcap": 0.5}}
+
+
+def judge(found, exact, input):
+    """The gradients of input, linear_weight and linear_bias, which may be absent, and of the scale."""
+    for ours, right in zip(found[:3], exact[:3], strict=True):
+        rounded = error(right.half(), right)
+        assert not ours.numel() or error(ours, right) <= 1.05 * rounded + LOST
+    terms = (input.double() * exact[0]).sum(1).abs().sum() / 0.7
+    assert (found[3] - exact[3]).abs() <= LOST * terms
+
+
+def of_rows(wanted, options):
+    """An input with one large feature, as hidden states have, and cotangents whose sizes differ."""
+    (*args, weight), (*cotangents, of_expected), _ = case(SHAPE, torch.float16, wanted)
+    args[0].mul_(0.05)
+    args[0][:, 3] = 25.0
+    sizes = SMALL * torch.rand(SHAPE[0]) ** 4
+    args, cotangents = (*args, weight), [None if grad is None else grad * sizes for grad in cotangents]
+    options = scalars({"logit_scale": 0.7, **options})
+    rows = aten.forward(*double(*args), expected_log_prob=True, **options)
+    if of_expected is not None:
+        options |= {"grad_expected_log_prob": of_expected * sizes, "expected_log_prob": rows[3]}
+    exact = aten.backward(
+        *double(*cotangents, *args), rows[1], output_mask=OF_ALL, scale_gradient=True,
+        **dict(zip(options, double(*options.values()))),
+    )  # fmt: skip
+    options = {name: number.float() if number.dim() else number for name, number in options.items()}
+    return (*cotangents, *args, rows[1].float()), options, exact
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("wanted", ["al", "s", "alms"])
+def test_no_gradient_loses_entries(wanted, options, poisoned_memory):
+    args, options, exact = of_rows(wanted, OPTIONS[options])
+    of_input = []
+    for mask in (OF_ALL, [True, False, True], [False, False, False]):
+        found = launch_backward(*args, output_mask=mask, scale_gradient=True, **options)
+        judge(found, exact, args[3])
+        of_input.append(found[0])
+    assert torch.equal(*of_input[:2])  # also if the weight's gradient is wanted
+    main_grad = torch.zeros(SHAPE[2], SHAPE[1])
+    launch_backward_in_place(*args, main_grad=main_grad, output_mask=OF_ALL, **options)
+    small = torch.arange(SHAPE[1]) != 3  # the features beside the large one
+    assert error(main_grad[:, small], exact[1][:, small]) <= LOST
+
+
+def test_sums_over_chunks_lose_none(poisoned_memory, monkeypatch):
+    monkeypatch.setattr("flce_ops.triton.steps.chunks.CHUNKS_MORE", 0)
+    best_chunking.cache_clear()
+    args, options, exact = of_rows("al", {})
+    with flce_ops.workspace(16 << 10):
+        judge(launch_backward(*args, output_mask=OF_ALL, scale_gradient=True, **options), exact, args[3])
+    best_chunking.cache_clear()
+    assert flce_ops.last_path().chunks > 1
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_divergences_lose_none(kind, poisoned_memory):
+    made = make_pair(PAIR, dtype=torch.float16, requires_grad=False, bias=True)
+    options = scalars({"kind": kind, "logit_scale": 0.7, "teacher_logit_scale": 1.2})
+    args, row_scale = inner_args(made), torch.rand(PAIR[0]) * SMALL
+    asked = {"scale_gradient": True, **options}
+    exact = aten_kl_div.with_grad(*double(*args), row_scale.double(), output_mask=OF_ALL, **asked)[2:]
+    rows = kl_div.launch_kl_div_forward(*args, **options)
+    for mask in (OF_ALL, [False, False, False]):
+        known = kl_div.launch_kl_div_backward(row_scale, *args, *rows[1:], output_mask=mask, **asked)
+        at_once = kl_div.launch_kl_div_with_grad(*args, row_scale, output_mask=mask, **asked)[2:]
+        for found in (known, at_once):
+            judge(found, exact, args[0])
+
+
+@pytest.mark.parametrize("size", [1.0, 16400.0])
+def test_weighted_class_probabilities_stay_below_the_largest_number(size, poisoned_memory):
+    made = make_pair(PAIR, dtype=torch.float16, requires_grad=False, probs=True)
+    made["teacher_probs"] = torch.nn.functional.one_hot(torch.randint(PAIR[3], PAIR[:1]), PAIR[3]).half() * size
+    args, row_scale = inner_args(made), torch.rand(PAIR[0]) / PAIR[0]
+    asked = {"kind": "cross_entropy", "output_mask": OF_ALL}
+    exact = aten_kl_div.with_grad(*double(*args), row_scale.double(), **asked)[2:]
+    found = kl_div.launch_kl_div_with_grad(*args, row_scale, **asked)[2:]
+    assert error(found[0], exact[0]) <= LOST and error(found[1], exact[1]) <= LOST
+
+
+def test_log_ratios_of_40000_nats_stay_below_the_largest_number(poisoned_memory):
+    made = make_pair((37, 35, 24, 2), dtype=torch.float16, requires_grad=False, bias=True)
+    made["teacher_bias"][:] = torch.tensor([-4e4, 0.0])
+    args, row_scale = inner_args(made), torch.full((37,), 1 / 1100)
+    asked = {"kind": "reverse", "output_mask": OF_ALL}
+    exact = aten_kl_div.with_grad(*double(*args), row_scale.double(), **asked)[2:]
+    found = kl_div.launch_kl_div_with_grad(*args, row_scale, **asked)[2:]
+    for ours, right in zip(found[:3], exact[:3], strict=True):
+        assert error(ours, right) <= 2e-3
