@@ -76,8 +76,6 @@ def with_its_options(case: Case) -> Case:
         new["z_loss"] = case.z_loss or 0.01
     elif case.learnt == "logit_scale" and case.function == "kl_div" and case.teacher_scale is None:
         new["teacher_scale"] = 1.0  # the teacher's scale cannot have a gradient
-    if new.get("learnt", case.learnt) in ("logit_scale", "temperature") and "float16" in (case.dtype, case.autocast):
-        new["logit_scale"] = case.logit_scale or 0.1  # documented: the gradient of a scale below 6e-5 is nan
     if case.teacher == "near":
         if case.input_layout == "repeated":
             new["input_layout"] = "rows"  # equal tokens have equal rounding errors, which are most of this gradient

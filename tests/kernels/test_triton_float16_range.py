@@ -33,23 +33,23 @@ LOST = 5e-4  # of what is float32
 OPTIONS = {"plain": {}, "softcap": {"softcap": 0.5}}
 
 
-def judge(found, exact, input):
+def judge(found, exact, input, scale=0.7):
     """The gradients of input, linear_weight and linear_bias, which may be absent, and of the scale."""
     for ours, right in zip(found[:3], exact[:3], strict=True):
         rounded = error(right.half(), right)
         assert not ours.numel() or error(ours, right) <= 1.05 * rounded + LOST
-    terms = (input.double() * exact[0]).sum(1).abs().sum() / 0.7
+    terms = (input.double() * exact[0]).sum(1).abs().sum() / scale
     assert (found[3] - exact[3]).abs() <= LOST * terms
 
 
-def of_rows(wanted, options):
+def of_rows(wanted, options, scale=0.7):
     """An input with one large feature, as hidden states have, and cotangents whose sizes differ."""
     (*args, weight), (*cotangents, of_expected), _ = case(SHAPE, torch.float16, wanted)
     args[0].mul_(0.05)
     args[0][:, 3] = 25.0
     sizes = SMALL * torch.rand(SHAPE[0]) ** 4
     args, cotangents = (*args, weight), [None if grad is None else grad * sizes for grad in cotangents]
-    options = scalars({"logit_scale": 0.7, **options})
+    options = scalars({"logit_scale": scale, **options})
     rows = aten.forward(*double(*args), expected_log_prob=True, **options)
     if of_expected is not None:
         options |= {"grad_expected_log_prob": of_expected * sizes, "expected_log_prob": rows[3]}
@@ -75,6 +75,12 @@ def test_no_gradient_loses_entries(wanted, options, poisoned_memory):
     launch_backward_in_place(*args, main_grad=main_grad, output_mask=OF_ALL, **options)
     small = torch.arange(SHAPE[1]) != 3  # the features beside the large one
     assert error(main_grad[:, small], exact[1][:, small]) <= LOST
+
+
+def test_the_gradient_of_a_tiny_scale():
+    """A learnt scale of 0 becomes 1e-20."""
+    args, options, exact = of_rows("al", {}, 1e-20)
+    judge(launch_backward(*args, output_mask=OF_ALL, scale_gradient=True, **options), exact, args[3], 1e-20)
 
 
 def test_sums_over_chunks_lose_none(poisoned_memory, monkeypatch):

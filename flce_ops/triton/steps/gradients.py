@@ -215,4 +215,4 @@ def gradient_of_scale(gradients: Gradients, operands: Any, scale: Tensor) -> Ten
     if operands.linear_bias is not None:  # a class that a bias of -inf switches off has G = 0
         total += torch.where(gradients.bias_sum == 0.0, 0.0, gradients.bias_sum * operands.linear_bias).sum()
     # the products of G and a smaller scale underflow
-    return total / torch.where(scale.abs() < torch.finfo(operands.input.dtype).tiny, torch.nan, scale)
+    return total / torch.where(scale.abs() < torch.finfo(torch.float32).tiny, torch.nan, scale)
