@@ -25,12 +25,11 @@ from flce_ops.triton.steps.chunks import best_chunking
 
 pytestmark = IN_INTERPRETER
 
-SHAPE = (150, 24, 300)
+SHAPE = (140, 24, 150)
 PAIR = (37, 35, 24, 131)  # N, D, hidden of the teacher, V
 SMALL = 2.0**-20
 OF_ALL = [True, True, True]
 LOST = 5e-4  # of what is float32
-OPTIONS = {"plain": {}, "softcap": {"softcap": 0.5}}
 
 
 def judge(found, exact, input, scale=0.7):
@@ -61,10 +60,10 @@ def of_rows(wanted, options, scale=0.7):
     return (*cotangents, *args, rows[1].float()), options, exact
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("wanted", ["al", "s", "alms"])
+# a log-probability, the entropy's expected logit, both with label smoothing's sum
+@pytest.mark.parametrize(("wanted", "options"), [("al", {}), ("s", {"softcap": 0.5}), ("alms", {})], ids=str)
 def test_no_gradient_loses_entries(wanted, options, poisoned_memory):
-    args, options, exact = of_rows(wanted, OPTIONS[options])
+    args, options, exact = of_rows(wanted, options)
     of_input = []
     for mask in (OF_ALL, [True, False, True], [False, False, False]):
         found = launch_backward(*args, output_mask=mask, scale_gradient=True, **options)
