@@ -29,16 +29,16 @@ SHAPE = (140, 24, 150)
 PAIR = (37, 35, 24, 131)  # N, D, hidden of the teacher, V
 SMALL = 2.0**-20
 OF_ALL = [True, True, True]
-LOST = 5e-4  # of what is float32
+LOST = 5e-4  # of main_grad, and of what float16 holds
 
 
 def judge(found, exact, input, scale=0.7):
     """The gradients of input, linear_weight and linear_bias, which may be absent, and of the scale."""
     for ours, right in zip(found[:3], exact[:3], strict=True):
         rounded = error(right.half(), right)
-        assert not ours.numel() or error(ours, right) <= 1.05 * rounded + LOST
+        assert not ours.numel() or error(ours, right) <= 1.05 * rounded + 2e-4
     terms = (input.double() * exact[0]).sum(1).abs().sum() / scale
-    assert (found[3] - exact[3]).abs() <= LOST * terms
+    assert (found[3] - exact[3]).abs() <= 2e-4 * terms
 
 
 def of_rows(wanted, options, scale=0.7):
@@ -126,4 +126,4 @@ def test_log_ratios_of_40000_nats_stay_below_the_largest_number(poisoned_memory)
     exact = aten_kl_div.with_grad(*double(*args), row_scale.double(), **asked)[2:]
     found = kl_div.launch_kl_div_with_grad(*args, row_scale, **asked)[2:]
     for ours, right in zip(found[:3], exact[:3], strict=True):
-        assert error(ours, right) <= 2e-3
+        assert error(ours, right) <= 1e-3

@@ -208,17 +208,8 @@ def launch_overflow_rows(
     (n, hidden), num_classes = rows.shape, total.numbers.shape[0]
     feature_blocks = cdiv(hidden, tiles.block_n)
     stride = min(max(multiprocessors(rows) // feature_blocks, 1), cdiv(num_classes, tiles.block_m))
-    of_sum = (
-        *total,
-        factor,
-        valid_tokens,
-        blocks,
-        n,
-        hidden,
-        num_classes,
-        total.numbers.stride(0),
-        total.exponents.stride(0),
-    )
+    strides = total.numbers.stride(0), total.exponents.stride(0)
+    of_sum = *total, factor, valid_tokens, blocks, n, hidden, num_classes, *strides
     overflow_rows_kernel[(feature_blocks * stride,)](*matrices, *of_sum, LOOK=LOOK, **tiles.options)
 
 

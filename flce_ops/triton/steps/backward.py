@@ -123,7 +123,7 @@ def enlarged(
     known: KnownRows, class_weight: Tensor | None, logit_scale: Tensor | None, valid_tokens: ValidTokens
 ) -> tuple[KnownRows, RowPowers]:
     """Multiplies each token's cotangents by a power of two, so that its row of G fits float16."""
-    names = "grad_target_logit", "grad_lse", "grad_logit_sum", "grad_expected_log_prob"
+    names = *Cotangents._fields, "grad_expected_log_prob"
     grads = {name: grad for name in names if (grad := getattr(known, name)) is not None}
     sizes = [grad.abs().reshape(grad.shape[0], -1).sum(1) for grad in grads.values()]
     bound = sum(sizes, known.lse_pair.new_zeros(known.lse_pair.shape[0]))

@@ -97,7 +97,7 @@ class ChunkGradient(NamedTuple):
 
 
 class RowPowers(NamedTuple):
-    """Takes back the powers of two f by which rows of G were multiplied in float16.
+    """Takes back the powers of two f by which rows of G were multiplied in float16; valid tokens first, as in `order`.
 
     grad_input = (f G) @ linear_weight / f        grad_linear_weight = (f G).T @ (F / f input) / F, F the least f
     """
@@ -118,11 +118,12 @@ def powers_for_float16(
     tokens the lost ones were 1.7 % of the input's gradient, and more than all of the scale's, whose terms cancel.
     """
     size = bound if logit_scale is None else bound * logit_scale.abs()
-    exponent = torch.where(size == 0.0, 100, (2 - torch.frexp(size).exponent).clamp(0, 100))
-    power = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)  # 2^exponent, by its bits
+    exponent = (2 - torch.frexp(size).exponent).clamp(0, 100).masked_fill(size == 0.0, 100)
+    power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent, by its bits
+    in_order = power[valid_tokens.order]
     valid = torch.arange(size.shape[0], device=size.device) < valid_tokens.total
-    least = torch.where(valid, power[valid_tokens.order], 2.0**100).amin()
-    return power, RowPowers(1.0 / power, least / power, 1.0 / least)
+    least = torch.where(valid, in_order, 2.0**100).amin()
+    return power, RowPowers(1.0 / in_order, least / in_order, 1.0 / least)
 
 
 @dataclass(eq=False)
@@ -145,9 +146,8 @@ class GradientGemms:
         self.apart = self.input.new_empty(most_rows, hidden) if grad_input is None else None
         self.input_blocks, self.weight_gradient = EVERY_BLOCK, None
         if grad_weight is not None:
-            made, factor = backend_for(self.input).weight_gradient, None
-            if self.powers is not None:
-                factor = self.powers.inverse_least
+            made = backend_for(self.input).weight_gradient
+            factor = None if self.powers is None else self.powers.inverse_least
             self.weight_gradient = made(grad_weight, tokens, 1 if self.adds else len(self.chunks), self.adds, factor)
 
     def run(
@@ -171,11 +171,11 @@ class GradientGemms:
         (matrix, finish, memory, bias_factor, of_targets), grad_input = gradient, self.gradients.input
         if self.powers is not None:
             assert finish.row_factor is None and bias_factor is None and of_targets is None
-            bias_factor = inverse = self.powers.inverse[valid_tokens.order]
+            bias_factor = inverse = self.powers.inverse[chunk]
             residual = None if finish.residual is None else finish.residual * inverse
             finish = finish._replace(row_factor=inverse, residual=residual)
             if self.weight_gradient is not None:
-                rows.mul_(self.powers.ratio[valid_tokens.order, None])
+                rows.mul_(self.powers.ratio[chunk, None])
         if self.gradients.bias_sum is not None:
             self.gradients.bias_sum.add_(weighted_column_sum(matrix, bias_factor, valid_tokens))
         if self.weight_gradient is not None:
