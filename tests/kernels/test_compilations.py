@@ -104,7 +104,7 @@ kernel.Kernel.__getitem__ = note_grid
 random.seed(0)
 numbers = [2048, 2047, 2046, 1000, 128, 100, 17, 1, 20000, *(random.randint(1, 20000) for _ in range(15)), 150001]
 arguments = json.loads(sys.argv[1])
-if arguments[2] <= 50257:
+if arguments[2] <= 50257 and arguments[4] == "auto":
     numbers.append(2**21 + 5)  # a grid of so many rows
 flce_ops.set_workspace(arguments.pop())
 step(*arguments)

@@ -45,8 +45,8 @@ def room_for_rows(n: int) -> int:
 
 
 def row_vectors(like: Tensor, count: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """`count` uninitialised vectors (n,), each of which starts at a multiple of 16 bytes for any n."""
-    return like.new_empty(count, room_for_rows(n), dtype=dtype)[:, :n].unbind()
+    """`count` uninitialised vectors (n,). Each starts at a multiple of 16 bytes, as all that torch allocates."""
+    return tuple(like.new_empty(n, dtype=dtype) for _ in range(count))
 
 
 @triton.jit
