@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -249,15 +250,21 @@ def time_and_memory(function: Function, head: Head) -> Measured:
     results = derived(function, head)  # this run compiles
     for _ in range(2):
         derived(function, head)
-    on_gpu, before = head.input.is_cuda, 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
     timer = Timer("derived(function, head)", globals={"derived": derived, "function": function, "head": head})
     seconds = timer.timeit(STEPS).median  # of a step; it waits for the GPU
-    gradients = sum(leaf.numel() * leaf.element_size() for leaf in head[:2])
-    mib = (torch.cuda.max_memory_allocated() - before - gradients) / MIB if on_gpu else None
+    mib = median(mib_of_a_step(function, head) for _ in range(STEPS)) if head.input.is_cuda else None
     return Measured(results, 1e3 * seconds, mib)
+
+
+def mib_of_a_step(function: Function, head: Head) -> float:
+    """Beyond the gradients. On a busy CPU autograd's own thread may still hold those of the step before, so that this
+    one's memory looks smaller: the median of several steps is right.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = derived(function, head)[1:]
+    return (torch.cuda.max_memory_allocated() - before - sum(grad.nbytes for grad in gradients)) / MIB
 
 
 if __name__ == "__main__":
