@@ -257,8 +257,10 @@ def time_and_memory(function: Function, head: Head) -> Measured:
 
 
 def mib_of_a_step(function: Function, head: Head) -> float:
-    """Beyond the gradients. On a busy CPU autograd's own thread may still hold those of the step before, so that this
-    one's memory looks smaller: the median of several steps is right.
+    """The memory of a step beyond its gradients.
+
+    On a busy CPU autograd's thread may still hold the gradients of the step before. They then count in `before`, and
+    the step seems to need less memory. So the caller takes the median of several steps.
     """
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -148,6 +148,17 @@ def several_chunks_of_few_rows(request, monkeypatch):
 
 
 @pytest.fixture
+def fewest_chunks(monkeypatch):
+    """A step has the fewest chunks that its workspace allows, not up to two more."""
+    from flce_ops.triton.steps import chunks
+
+    monkeypatch.setattr(chunks, "CHUNKS_MORE", 0)
+    chunks.best_chunking.cache_clear()
+    yield
+    chunks.best_chunking.cache_clear()
+
+
+@pytest.fixture
 def poisoned_memory(request, monkeypatch):
     """Fills every torch.empty with nan (integers with their maximum), so that memory which a kernel does not write is
     noticed. In the interpreter, kernels may use the memory of their arguments only; `make test` leaves this check out,

@@ -17,7 +17,6 @@ from benchmarks.shapes import Shape
 from flce_ops.aten.chunks import cut
 from flce_ops.math.statistics import log_probs_of_targets, lse_of_pair
 from flce_ops.triton import launch_forward, launch_with_grad
-from flce_ops.triton.steps.chunks import best_chunking
 
 CPU = torch.device("cpu")
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run for real on this machine (marker gpu)")
@@ -93,10 +92,8 @@ def test_bits_of_kernels_depend_on_the_token_alone():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # whether the model is sure of the target, whose exponential then exceeds the sum of the others
 @pytest.mark.parametrize("sure", [False, True])
-def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, monkeypatch):
+def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, fewest_chunks):
     """With and without gradients, and in a small workspace. For an entropy, forward has separate sums."""
-    monkeypatch.setattr("flce_ops.triton.steps.chunks.CHUNKS_MORE", 0)
-    best_chunking.cache_clear()
     pool = draw_pool(Shape(150, 40, 300), torch.float16, CPU, seed=torch.initial_seed())
     pool.target[::7] = -100
     if sure:
@@ -116,5 +113,4 @@ def test_forward_and_one_pass_in_any_number_of_chunks_have_the_same_bits(sure, m
         of_one_pass = (metrics[0], metrics[1], *metrics[3:5], policy[10])
         for found, exact in zip(of_one_pass, (argmax, lse_of_pair(pair), squares, mean_logit, log_probs), strict=True):
             assert torch.equal(found, exact)
-    best_chunking.cache_clear()
     assert all(torch.equal(found, other) for found, other in zip(*entropies, strict=True))

@@ -10,7 +10,6 @@ from test_triton_saved_logits import RAGGED, case, gradients
 
 import flce_ops
 from flce_ops.triton import launch_backward, launch_backward_in_place, launch_forward
-from flce_ops.triton.steps.chunks import best_chunking
 
 pytestmark = IN_INTERPRETER
 
@@ -25,9 +24,7 @@ pytestmark = IN_INTERPRETER
     ],
     ids=str,
 )
-def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory, monkeypatch):
-    monkeypatch.setattr("flce_ops.triton.steps.chunks.CHUNKS_MORE", 0)
-    best_chunking.cache_clear()
+def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory, fewest_chunks):
     args, cotangents, truth = case(RAGGED, torch.float16, "al")
     rows = launch_forward(*args, retain=retain)
     options = {"retained": rows[8] if retain else None}
@@ -36,7 +33,6 @@ def test_a_buffer_is_added_to(buffer, retain, workspace, poisoned_memory, monkey
     before = main_grad.double()
     with flce_ops.workspace(workspace or 1 << 20):
         found = gradients(launch_backward_in_place, rows, args, cotangents, main_grad=main_grad, **options)
-    best_chunking.cache_clear()
     assert (flce_ops.last_path().chunks > 1) == (workspace is not None)
     assert found[1].numel() == 0
     # one rounding for each range of rows that is added

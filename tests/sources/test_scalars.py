@@ -139,7 +139,7 @@ def test_the_gradient_of_a_scale_under_a_saturated_softcap(device, dtype):
 
 @pytest.mark.parametrize("name", SCALED)
 def test_the_scale_of_a_frozen_float16_head_needs_no_loss_scale(device, name):
-    """Most entries of the logit gradient of this mean are below float16's smallest number."""
+    """Most entries of this mean's logit gradient are below float16's smallest number. ATen keeps them in float32."""
     made, errors = make_inputs((700, 32, 1500), device=device, dtype=torch.float16, bias=True, requires_grad=False), []
     exact = SCALED[name](*made.clone(torch.float64).args, right := number(0.5, device), {}).mean()
     exact = torch.autograd.grad(exact, right)[0]

@@ -172,6 +172,12 @@ def parts_of(rows: int, room: int) -> list[slice]:
     return parts[::-1]
 
 
+def sums_of_sizes(probs: Tensor) -> Tensor:  # (N, V) -> (N,) float32
+    if probs.dtype.itemsize == 1:  # torch has no sums of these
+        probs = probs.half()
+    return torch.linalg.vector_norm(probs, 1, 1, dtype=torch.promote_types(probs.dtype, torch.float32)).float()
+
+
 @dataclass(eq=False)
 class KlDivStep:
     """A step, and the memory that all of its chunks share."""
@@ -193,8 +199,10 @@ class KlDivStep:
         self.powers = None
         if self.row_scale is not None and input.dtype == torch.float16:
             bound, probs = self.row_scale.abs(), self.operands.teacher_probs
-            if probs is not None:  # they may be weighted, and G has entries of them and of their sum
-                bound = bound * torch.linalg.vector_norm(probs, 1, 1, dtype=torch.float32).clamp(min=1.0)
+            if probs is not None:  # an entry of G is at most row_scale times the sum of their sizes, 1 if not weighted
+                bound = bound * sums_of_sizes(probs).clamp(min=1.0)
+            if self.options.kind == "reverse":  # G has log-ratios: room for a million nats
+                bound = bound * 16.0
             power, self.powers = powers_for_float16(bound, self.options.logit_scale, self.valid_tokens)
             self.row_scale = self.row_scale * power
         self.chunking, beside = self.divide()

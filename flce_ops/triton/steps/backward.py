@@ -122,13 +122,13 @@ def run_backward(call: Backward, valid_tokens: ValidTokens, gradients: Gradients
 def enlarged(
     known: KnownRows, class_weight: Tensor | None, logit_scale: Tensor | None, valid_tokens: ValidTokens
 ) -> tuple[KnownRows, RowPowers]:
-    """Multiplies each token's cotangents by a power of two, so that its row of G fits float16."""
+    """Multiplies each token's cotangents by a power of two, so that float16 holds nearly all entries of its G."""
     names = *Cotangents._fields, "grad_expected_log_prob"
     grads = {name: grad for name in names if (grad := getattr(known, name)) is not None}
-    sizes = [grad.abs().reshape(grad.shape[0], -1).sum(1) for grad in grads.values()]
-    bound = sum(sizes, known.lse_pair.new_zeros(known.lse_pair.shape[0]))
-    if class_weight is not None:  # G has grad_logit_sum times these
-        bound = bound * class_weight.abs().amax().clamp(min=1.0)
+    sizes = {name: grad.abs().reshape(grad.shape[0], -1).sum(1) for name, grad in grads.items()}
+    if class_weight is not None:  # G has grad_logit_sum times the weight of each class
+        sizes["grad_logit_sum"] *= class_weight.abs().amax()
+    bound = sum(sizes.values(), known.lse_pair.new_zeros(known.lse_pair.shape[0]))
     power, powers = powers_for_float16(bound, logit_scale, valid_tokens)
     multiplied = {name: grad * (power if grad.dim() == 1 else power[:, None]) for name, grad in grads.items()}
     return known._replace(**multiplied), powers

@@ -88,7 +88,7 @@ def write_input_gradient(
 class ChunkGradient(NamedTuple):
     """What a step makes of a chunk: G, or E with G = c E by rows, where the chunk's tokens are c times themselves."""
 
-    matrix: Tensor  # (n, V), G or E; f G in float16
+    matrix: Tensor  # (n, V), G or E; or f G, with RowPowers
     finish: Finish = Finish()  # what the GEMM of grad_input adds to its product; c, if the matrix is E
     memory: Tensor | None = None  # flat float32 that products may use
     bias_factor: Tensor | None = None  # (n,), c for the bias's sum; None for 1
@@ -97,14 +97,18 @@ class ChunkGradient(NamedTuple):
 
 
 class RowPowers(NamedTuple):
-    """Takes back the powers of two f by which rows of G were multiplied in float16; valid tokens first, as in `order`.
+    """Takes back f, by which rows of G are multiplied if the operands are float16: a power of two for each token.
 
     grad_input = (f G) @ linear_weight / f        grad_linear_weight = (f G).T @ (F / f input) / F, F the least f
     """
 
+    # valid tokens first, as in `order`
     inverse: Tensor  # (N,) 1 / f
-    ratio: Tensor  # (N,) F / f, at most 1; 1 for all tokens of a mean
+    ratio: Tensor  # (N,) F / f; 1 if all tokens have the same weight
     inverse_least: Tensor  # () 1 / F
+
+
+SMALLEST_SCALE = 1e-30  # a learnt scale below this has a gradient of nan: G, a multiple of it, underflows
 
 
 def powers_for_float16(
@@ -112,17 +116,18 @@ def powers_for_float16(
     logit_scale: Tensor | None,  # ()
     valid_tokens: ValidTokens,
 ) -> tuple[Tensor, RowPowers]:
-    """f (N,): bound f is 2 to 4, so that f G stays in float16's range; 1 if the bound is larger.
+    """f (N,): f bound |logit_scale| is 2 to 4, so that f G has room below float16's largest number, 65504; at least 1.
 
-    float16 ends at 6e-8, and without a loss scale most entries of a mean's G are below that. In the mean over 2048
-    tokens the lost ones were 1.7 % of the input's gradient, and more than all of the scale's, whose terms cancel.
+    float16's smallest number is 6e-8, and without a loss scale most entries of a mean's G are less. In the mean over
+    2048 tokens the lost ones were 1.7 % of the input's gradient, and more than all of the scale's, whose terms cancel.
     """
-    size = bound if logit_scale is None else bound * logit_scale.abs()
-    exponent = (2 - torch.frexp(size).exponent).clamp(0, 100).masked_fill(size == 0.0, 100)
+    size = bound if logit_scale is None else bound * logit_scale.abs().clamp(min=SMALLEST_SCALE)
+    most = 126  # of float32's exponents, whose least is -126
+    exponent = (2 - torch.frexp(size).exponent).clamp(0, most).masked_fill(size == 0.0, most)
     power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent, by its bits
     in_order = power[valid_tokens.order]
     valid = torch.arange(size.shape[0], device=size.device) < valid_tokens.total
-    least = torch.where(valid, in_order, 2.0**100).amin()
+    least = torch.where(valid, in_order, 2.0**most).amin()
     return power, RowPowers(1.0 / in_order, least / in_order, 1.0 / least)
 
 
@@ -214,5 +219,4 @@ def gradient_of_scale(gradients: Gradients, operands: Any, scale: Tensor) -> Ten
     total = gradients.scale_sums.sum()
     if operands.linear_bias is not None:  # a class that a bias of -inf switches off has G = 0
         total += torch.where(gradients.bias_sum == 0.0, 0.0, gradients.bias_sum * operands.linear_bias).sum()
-    # the products of G and a smaller scale underflow
-    return total / torch.where(scale.abs() < torch.finfo(torch.float32).tiny, torch.nan, scale)
+    return total / torch.where(scale.abs() < SMALLEST_SCALE, torch.nan, scale)
