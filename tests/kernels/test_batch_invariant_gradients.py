@@ -106,7 +106,7 @@ def test_saved_logits_and_those_made_again_give_the_same_bits(entropy, dtype, ra
     ways = ((0, 1 << 17), (64, 1 << 17), (N, 512 << 20), (0, 512 << 20))
     for invariant in (True, False):
         gradients = []
-        for retain, nbytes in ways if invariant else ways[::2]:
+        for retain, nbytes in ways if invariant else ways[::2]:  # the bits of two differ, one of each workspace
             with flce_ops.workspace(nbytes):
                 found = launch_forward(*operands, retain=retain, expected_log_prob=entropy is not None)
                 known = {"retained": found[8] if retain else None, **MASK}

@@ -83,9 +83,11 @@ def test_no_gradient_loses_entries(wanted, options, poisoned_memory):
 def test_the_gradient_of_a_tiny_scale(scale):
     args, options, exact = of_rows("al", {}, scale)
     judge(launch_backward(*args, output_mask=OF_ALL, scale_gradient=True, **options), exact, args[3], scale)
-    options["logit_scale"] *= 0.5 if scale == SMALLEST_SCALE else 1.0
-    found = launch_backward(*args, output_mask=OF_ALL, scale_gradient=True, **options)
-    assert found[3].isnan() == (scale == SMALLEST_SCALE)
+
+
+def test_a_scale_below_the_smallest_has_a_gradient_of_nan():
+    args, options, _ = of_rows("al", {}, 0.5 * SMALLEST_SCALE)
+    assert launch_backward(*args, output_mask=OF_ALL, scale_gradient=True, **options)[3].isnan()
 
 
 def test_a_scale_of_0_beside_large_cotangents():
@@ -125,7 +127,7 @@ def test_weighted_class_probabilities_stay_below_the_largest_number(dtype, poiso
     asked = {"kind": "cross_entropy", "output_mask": OF_ALL}
     exact = aten_kl_div.with_grad(*double(*args), row_scale.double(), **asked)[2:]
     found = kl_div.launch_kl_div_with_grad(*args, row_scale, **asked)[2:]
-    assert error(found[0], exact[0]) <= 1e-3 and error(found[1], exact[1]) <= 1e-3
+    assert error(found[0], exact[0]) <= 6.5e-4 and error(found[1], exact[1]) <= 4e-4
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

@@ -89,9 +89,9 @@ def logits_gemm_kernel(
     for walk in tl.static_range(2 if RAISES else 1):
         if walk == 1:
             # A program raises the references of its own tiles. So it must see what its own threads have stored in the
-            # guard, and need not see what other programs store. They may store at the same time: of a scalar load,
-            # which each thread does for itself, some threads would begin the walk and others not, and the GPU would
-            # stop with "illegal instruction". An atomic operation on a scalar is done once, for all threads.
+            # guard, and need not see what other programs store. These may store at the same time. With a scalar load
+            # each thread would read for itself: some would begin the walk and others not, and the GPU would stop with
+            # "illegal instruction". An atomic operation on a scalar is done once, for all threads of the program.
             tl.debug_barrier()
             tiles = tl.where(tl.atomic_max(operands.guard, 0, sem="relaxed") > 0, tiles, 0)
         for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=USE_TMA):
